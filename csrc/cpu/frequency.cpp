@@ -1,0 +1,259 @@
+// The frequency ops on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
+#include "cpu/frequency.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "cpu/isa.h"
+#include "cpu/tensor.h"
+
+namespace overtone {
+namespace {
+
+const FrequencyKernels& kernels(const char* op) {
+#if defined(__x86_64__)
+  static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, &avx2::frequency_kernels,
+                                                           &avx512::frequency_kernels};
+#else
+  static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, nullptr, nullptr};
+#endif
+  const FrequencyKernels& chosen = for_current_isa(table);
+  note_kernel(op, chosen.level);
+  return chosen;
+}
+
+FrequencyShape shape_of(const Tensor& x, const char* op) {
+  STD_TORCH_CHECK(x.dim() >= 2, op, ": x must have at least 2 dimensions [..., N, C], got ", x.dim());
+  FrequencyShape shape;
+  shape.tokens = x.size(-2);
+  shape.channels = x.size(-1);
+  shape.samples = 1;
+  for (int64_t dim = 0; dim < x.dim() - 2; ++dim) {
+    shape.samples *= x.size(dim);
+  }
+  return shape;
+}
+
+// Keeps the offsets alive that the kernels' view points to.
+struct TokensView {
+  std::vector<int64_t> offsets;
+  Tokens tokens;
+
+  explicit TokensView(const Tensor& x) : offsets(leading_offsets(x, x.dim() - 2)) {
+    tokens.data = x.data_ptr();
+    tokens.token_stride = x.stride(-2);
+    tokens.channel_stride = x.stride(-1);
+    tokens.sample_offsets = offsets.data();
+  }
+};
+
+struct MaskView {
+  std::vector<int64_t> offsets;
+  TokenMask mask;
+
+  MaskView(const std::optional<Tensor>& given, const Tensor& x, const char* op) {
+    if (!given.has_value()) {
+      return;
+    }
+    std::vector<int64_t> wanted = sizes_of(x);
+    wanted.pop_back();
+    STD_TORCH_CHECK(given->scalar_type() == ScalarType::Bool && has_shape(*given, wanted) && given->is_cpu(), op,
+                    ": mask must be a bool CPU tensor of x's shape without channels");
+    offsets = leading_offsets(*given, given->dim() - 1);
+    mask.data = static_cast<const bool*>(given->data_ptr());
+    mask.token_stride = given->stride(-1);
+    mask.sample_offsets = offsets.data();
+  }
+};
+
+ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* op) {
+  STD_TORCH_CHECK(has_shape(gain, {shape.channels}) && gain.scalar_type() == statistics_type(type) && gain.is_cpu(), op,
+                  ": gains must be CPU vectors over x's channels in the statistics' type");
+  return {gain.data_ptr(), gain.stride(0)};
+}
+
+// A few thousand elements per task hide the cost of waking a thread.
+template <class Body>
+void for_items(const FrequencyShape& shape, const Body& body) {
+  constexpr int64_t kElementsPerTask = 32768;
+  const int64_t grain = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, shape.tokens * kChannelBlock));
+  if (shape.items() > 0) {
+    torch::stable::parallel_for(0, shape.items(), grain, body);
+  }
+}
+
+template <class Store>
+void store_statistics(Tensor& out, int64_t count, const Store& value) {
+  if (out.scalar_type() == ScalarType::Double) {
+    double* p = static_cast<double*>(out.data_ptr());
+    for (int64_t i = 0; i < count; ++i) {
+      p[i] = value(i);
+    }
+  } else {
+    float* p = static_cast<float*>(out.data_ptr());
+    for (int64_t i = 0; i < count; ++i) {
+      p[i] = static_cast<float>(value(i));
+    }
+  }
+}
+
+std::vector<double> load_statistics(const Tensor& statistics, int64_t count, const char* op) {
+  STD_TORCH_CHECK(statistics.is_contiguous() && statistics.is_cpu() && statistics.numel() == count, op,
+                  ": norms and their gradients must be contiguous CPU tensors with one value per sample");
+  std::vector<double> values(count);
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = statistics.scalar_type() == ScalarType::Double
+                    ? static_cast<const double*>(statistics.data_ptr())[i]
+                    : static_cast<double>(static_cast<const float*>(statistics.data_ptr())[i]);
+  }
+  return values;
+}
+
+std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask) {
+  constexpr const char* op = "frequency_norms";
+  const TokensView tokens(x);
+  const MaskView valid(mask, x, op);
+  NormsForward call;
+  call.shape = shape_of(x, op);
+  call.type = element_type(x, op, "x");
+  call.x = tokens.tokens;
+  call.mask = valid.mask;
+  std::vector<double> low_squared(call.shape.items());
+  std::vector<double> high_squared(call.shape.items());
+  call.low_squared = low_squared.data();
+  call.high_squared = high_squared.data();
+  const auto& run = kernels(op);
+  for_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_forward(call, begin, end); });
+
+  std::vector<int64_t> leading = sizes_of(x);
+  leading.resize(leading.size() - 2);
+  Tensor low = torch::stable::new_empty(x, leading, statistics_type(call.type));
+  Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
+  const auto norm_of = [blocks = call.shape.blocks()](const std::vector<double>& squared) {
+    return [&squared, blocks](int64_t sample) {
+      return std::sqrt(std::accumulate(&squared[sample * blocks], &squared[sample * blocks] + blocks, 0.0));
+    };
+  };
+  store_statistics(low, call.shape.samples, norm_of(low_squared));
+  store_statistics(high, call.shape.samples, norm_of(high_squared));
+  return {low, high};
+}
+
+// grad / norm, and zero where the norm is zero.
+std::vector<double> scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op) {
+  std::vector<double> scale = load_statistics(grad, samples, op);
+  const std::vector<double> norms = load_statistics(norm, samples, op);
+  for (int64_t i = 0; i < samples; ++i) {
+    scale[i] = norms[i] == 0 ? 0 : scale[i] / norms[i];
+  }
+  return scale;
+}
+
+Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,
+                                std::optional<Tensor> mask) {
+  constexpr const char* op = "frequency_norms_backward";
+  const TokensView tokens(x);
+  const MaskView valid(mask, x, op);
+  NormsBackward call;
+  call.shape = shape_of(x, op);
+  call.type = element_type(x, op, "x");
+  call.x = tokens.tokens;
+  call.mask = valid.mask;
+  const std::vector<double> low_scale = scales(grad_low, low, call.shape.samples, op);
+  const std::vector<double> high_scale = scales(grad_high, high, call.shape.samples, op);
+  call.low_scale = low_scale.data();
+  call.high_scale = high_scale.data();
+  Tensor grad_x = torch::stable::new_empty(x, sizes_of(x));
+  call.grad_x = grad_x.data_ptr();
+  const auto& run = kernels(op);
+  for_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
+  return grad_x;
+}
+
+Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor> mask, bool is_causal) {
+  constexpr const char* op = "frequency_filter";
+  const TokensView tokens(x);
+  const MaskView valid(mask, x, op);
+  FilterForward call;
+  call.shape = shape_of(x, op);
+  call.type = element_type(x, op, "x");
+  call.causal = is_causal;
+  call.x = tokens.tokens;
+  call.mask = valid.mask;
+  call.low = gain_of(low, call.shape, call.type, op);
+  call.high = gain_of(high, call.shape, call.type, op);
+  Tensor y = torch::stable::new_empty(x, sizes_of(x));
+  call.y = y.data_ptr();
+  const auto& run = kernels(op);
+  for_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
+  return y;
+}
+
+// Sums every channel over the samples, in order.
+void sum_over_samples(const std::vector<double>& per_sample, const FrequencyShape& shape, Tensor& out) {
+  std::vector<double> total(shape.channels, 0.0);
+  for (int64_t sample = 0; sample < shape.samples; ++sample) {
+    for (int64_t channel = 0; channel < shape.channels; ++channel) {
+      total[channel] += per_sample[sample * shape.channels + channel];
+    }
+  }
+  store_statistics(out, shape.channels, [&](int64_t channel) { return total[channel]; });
+}
+
+// Without x the gains' gradients are not computed, without need_x grad_x is not; both are then empty.
+std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std::optional<Tensor> x, Tensor low,
+                                                             Tensor high, std::optional<Tensor> mask, bool is_causal,
+                                                             bool need_x) {
+  constexpr const char* op = "frequency_filter_backward";
+  const TokensView grad_tokens(grad_y);
+  const MaskView valid(mask, grad_y, op);
+  FilterBackward call;
+  call.shape = shape_of(grad_y, op);
+  call.type = element_type(grad_y, op, "grad_y");
+  call.causal = is_causal;
+  call.grad_y = grad_tokens.tokens;
+  call.mask = valid.mask;
+  call.low = gain_of(low, call.shape, call.type, op);
+  call.high = gain_of(high, call.shape, call.type, op);
+  const std::vector<int64_t> nothing{0};
+  Tensor grad_x = torch::stable::new_empty(grad_y, need_x ? sizes_of(grad_y) : nothing);
+  call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
+
+  const bool need_gains = x.has_value();
+  const ScalarType gain_type = statistics_type(call.type);
+  const std::vector<int64_t> gain_shape = need_gains ? std::vector<int64_t>{call.shape.channels} : nothing;
+  Tensor grad_low = torch::stable::new_empty(grad_y, gain_shape, gain_type);
+  Tensor grad_high = torch::stable::new_empty(grad_y, gain_shape, gain_type);
+  std::vector<double> low_sums;
+  std::vector<double> high_sums;
+  const TokensView x_tokens(need_gains ? *x : grad_y);
+  if (need_gains) {
+    STD_TORCH_CHECK(x->is_cpu() && has_shape(*x, sizes_of(grad_y)) && x->scalar_type() == grad_y.scalar_type(), op,
+                    ": x must have grad_y's device, shape and dtype");
+    // One element more than needed: the pointers say "wanted", also when there are no channels.
+    low_sums.resize(call.shape.samples * call.shape.channels + 1);
+    high_sums.resize(low_sums.size());
+    call.x = x_tokens.tokens;
+    call.grad_low = low_sums.data();
+    call.grad_high = high_sums.data();
+  }
+  const auto& run = kernels(op);
+  for_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_backward(call, begin, end); });
+  if (need_gains) {
+    sum_over_samples(low_sums, call.shape, grad_low);
+    sum_over_samples(high_sums, call.shape, grad_high);
+  }
+  return {grad_x, grad_low, grad_high};
+}
+
+}  // namespace
+}  // namespace overtone
+
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
+  m.impl("frequency_norms", TORCH_BOX(&overtone::frequency_norms));
+  m.impl("frequency_norms_backward", TORCH_BOX(&overtone::frequency_norms_backward));
+  m.impl("frequency_filter", TORCH_BOX(&overtone::frequency_filter));
+  m.impl("frequency_filter_backward", TORCH_BOX(&overtone::frequency_filter_backward));
+}

@@ -1,0 +1,35 @@
+// Which instruction set the CPU kernels use: detected once, capped by OVERTONE_CPU_ISA or by set_isa().
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace overtone {
+
+enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
+
+constexpr int kIsaCount = 3;
+
+const char* isa_name(Isa isa);
+
+// Every level this CPU and operating system can run, lowest first.
+std::vector<std::string> available_isas();
+
+// The level in use: the best available one that does not exceed the cap.
+Isa current_isa();
+
+// Caps the level for this process. Throws if the name is unknown or the machine lacks the level.
+void set_isa(const std::string& name);
+
+// Picks the entry of a per-level table {baseline, avx2, avx512}.
+template <class Kernels>
+const Kernels& for_current_isa(const Kernels* const (&table)[kIsaCount]) {
+  return *table[static_cast<int>(current_isa())];
+}
+
+// The kernel that ran last in this process, as "op/level". Each level's translation unit names itself, so a
+// test that forces a level can assert that this level really ran.
+void note_kernel(const char* op, const char* level);
+std::string last_kernel();
+
+}  // namespace overtone

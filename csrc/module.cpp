@@ -1,0 +1,37 @@
+// overtone._C: importing it registers the CPU kernels with torch's dispatcher (each .cpp registers its own).
+// pybind11 serves what is not a tensor op: CPU features and build information.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+
+#include "cpu/isa.h"
+
+#define OVERTONE_STRINGIFY_(x) #x
+#define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
+
+namespace {
+
+std::map<std::string, std::string> build_info() {
+  return {
+#if defined(__clang__)
+      {"compiler", "clang " __clang_version__},
+#else
+      {"compiler", "gcc " __VERSION__},
+#endif
+      {"torch", OVERTONE_STRINGIFY(OVERTONE_BUILT_WITH_TORCH)},
+      {"sanitizers", OVERTONE_STRINGIFY(OVERTONE_SANITIZERS)},
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "CPU kernels of overtone, registered as torch.ops.overtone.*";
+  m.def("available_isas", &overtone::available_isas, "Instruction sets this machine can run, lowest first.");
+  m.def("isa", [] { return std::string(overtone::isa_name(overtone::current_isa())); }, "The instruction set in use.");
+  m.def("set_isa", &overtone::set_isa, pybind11::arg("name"), "Cap the instruction set for this process.");
+  m.def("last_kernel", &overtone::last_kernel, "The CPU kernel that ran last, as 'op/level'.");
+  m.def("build_info", &build_info, "How this extension was built.");
+}

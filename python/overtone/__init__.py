@@ -1,0 +1,10 @@
+"""Fused kernels that steer a Transformer's smoothing through its eigenspectrum."""
+
+from importlib.metadata import version as _version
+
+from overtone import reference
+from overtone.backends import BackendError, backends, use_backend
+from overtone.ops.frequency import de_escalate, frequency_filter, frequency_norms
+from overtone.types import FrequencyNorms, Spectrum
+
+__version__ = _version("overtone")

@@ -1,0 +1,165 @@
+"""Which machine runs what: the backends, whether they are available here, and the choice for one call.
+
+A backend asked for by name runs or raises; only the default (None) chooses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overtone import _extension
+
+BACKENDS = ("reference", "cpu", "triton", "cuda")
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# Which backend has kernels for an op, and for which dtypes. The reference has every op in every floating dtype.
+KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
+    "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
+    "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
+    "spectral_attention": {},
+}
+
+
+class BackendError(RuntimeError):
+    """The backend asked for cannot run this call."""
+
+
+class BackendStatus(NamedTuple):
+    """One line of `backends()`: `detail` says what runs, or why the backend is not available here."""
+
+    available: bool
+    detail: str
+
+
+class _Choice:
+    """What `use_backend` forces. A plain attribute: torch.compile guards on it, which it cannot do for context
+    variables or thread locals. Like torch's own global switches it holds for the whole process."""
+
+    forced: str | None = None
+
+
+def triton_interprets() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors, in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _cpu_status() -> BackendStatus:
+    if _extension.native is None:
+        return BackendStatus(False, _extension.why_missing)
+    levels = ", ".join(_extension.native.available_isas())
+    return BackendStatus(True, f"C++ kernels at level {_extension.native.isa()} (this machine has {levels})")
+
+
+def _triton_status() -> BackendStatus:
+    if importlib.util.find_spec("triton") is None:
+        return BackendStatus(False, "the package triton is not installed")
+    if triton_interprets():
+        return BackendStatus(True, "Triton's interpreter on CPU tensors (TRITON_INTERPRET=1): for tests, slow")
+    if not torch.cuda.is_available():
+        return BackendStatus(False, "torch sees no CUDA or ROCm device")
+    return BackendStatus(True, f"Triton kernels on {torch.cuda.get_device_name()}")
+
+
+def _cuda_status() -> BackendStatus:
+    return BackendStatus(False, "this version has no CUDA C++ kernels yet")
+
+
+_STATUS = {
+    "reference": lambda: BackendStatus(True, "plain PyTorch, any device"),
+    "cpu": _cpu_status,
+    "triton": _triton_status,
+    "cuda": _cuda_status,
+}
+
+
+def backends() -> dict[str, BackendStatus]:
+    """What is available here, and why the rest is not."""
+    return {name: _STATUS[name]() for name in BACKENDS}
+
+
+def _check_name(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, wanted one of {', '.join(map(repr, BACKENDS))} or None")
+    return name
+
+
+@contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Make `name` the backend of every call inside that does not name one itself (None: choose again).
+
+    It holds for the whole process, not for one thread, like torch's own global switches.
+    """
+    if name is not None:
+        _check_name(name)
+    before = _Choice.forced
+    _Choice.forced = name
+    try:
+        yield
+    finally:
+        _Choice.forced = before
+
+
+def _device_backend(tensor: Tensor) -> str:
+    """The backend whose kernels torch's dispatcher would call for this tensor."""
+    if tensor.device.type == "cpu":
+        return "triton" if triton_interprets() else "cpu"
+    return "triton"
+
+
+def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
+    """Why backend `name` cannot run `op` on `tensor`, or None if it can."""
+    if name == "reference":
+        return None
+    dtypes = KERNELS[op].get(name)
+    if dtypes is None:
+        have = ", ".join(repr(other) for other in ("reference", *KERNELS[op]))
+        return f"this version has no {name} kernel for {op}; it has {have}"
+    devices = {"cpu": ("cpu",), "triton": ("cpu",) if triton_interprets() else ("cuda",), "cuda": ("cuda",)}[name]
+    if tensor.device.type not in devices:
+        return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
+    if tensor.dtype not in dtypes:
+        return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
+    if not torch.compiler.is_compiling():
+        status = _STATUS[name]()
+        if not status.available:
+            return status.detail
+    elif name == "cpu" and _extension.native is None:
+        return _extension.why_missing
+    return None
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def select(op: str, requested: str | None, tensor: Tensor) -> str:
+    """The backend that runs `op` on `tensor`. Raises if it was asked for by name and cannot."""
+    name = requested if requested is not None else _Choice.forced
+    if name is not None:
+        obstacle = _obstacle(op, _check_name(name), tensor)
+        if obstacle is not None:
+            raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
+        return name
+    name = _device_backend(tensor)
+    if name not in KERNELS[op]:
+        return "reference"
+    obstacle = _obstacle(op, name, tensor)
+    if obstacle is None:
+        return name
+    if tensor.dtype in KERNELS[op][name] and not torch.compiler.is_compiling():
+        _warn_once(f"overtone runs on its PyTorch reference, slower than its kernels: {obstacle}")
+    return "reference"

@@ -1,0 +1,68 @@
+"""Validation, in one place. Every error names the function and argument, what it got and what it wanted."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over tokens are float32, or float64 for float64 tokens."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def tokens(function: str, name: str, x: object) -> Tensor:
+    """A floating-point tensor [..., N, C]."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 2:
+        raise _error(function, name, x, "a floating-point tensor [..., N, C]")
+    if x.layout != torch.strided:
+        raise _error(function, name, x, f"a dense (strided) tensor, not {x.layout}")
+    return x
+
+
+def token_mask(function: str, mask: object, x: Tensor) -> Tensor | None:
+    """A bool tensor broadcastable to x's [..., N], expanded to it."""
+    if mask is None:
+        return None
+    wanted = f"a bool tensor broadcastable to {list(x.shape[:-1])} on {x.device} (True = the token takes part)"
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != x.device:
+        raise _error(function, "mask", mask, wanted)
+    if not _broadcasts(mask.shape, x.shape[:-1]):
+        raise _error(function, "mask", mask, wanted)
+    return mask.expand(x.shape[:-1])
+
+
+def channel_gain(function: str, name: str, gain: object, x: Tensor) -> Tensor:
+    """A number, or a tensor with one element or one per channel; returned as [C] in the statistics' dtype."""
+    channels = x.shape[-1]
+    dtype = statistics_dtype(x.dtype)
+    if isinstance(gain, Real):
+        return torch.full((), float(gain), dtype=dtype, device=x.device).expand(channels)
+    if (
+        isinstance(gain, Tensor)
+        and gain.is_floating_point()
+        and gain.device == x.device
+        and gain.dim() <= 1
+        and (gain.dim() == 0 or gain.shape[0] in (1, channels))
+    ):
+        return gain.to(dtype).expand(channels)
+    raise _error(function, name, gain, f"a number, or a floating-point tensor of shape [] or [{channels}] on {x.device}")
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    if len(shape) > len(target):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False))
+
+
+def _error(function: str, name: str, got: object, wanted: str) -> Exception:
+    kind = ValueError if isinstance(got, Tensor) else TypeError
+    return kind(f"{function}: {name}: got {describe(got)}, wanted {wanted}")

@@ -1,0 +1,48 @@
+"""The one place where ops are registered with torch: schema, fake, gradient and the Triton kernels of each op.
+
+The C++ kernels register themselves for CPU tensors when overtone._C is loaded. In a process with TRITON_INTERPRET=1
+that extension is not loaded, and CPU tensors go to the Triton kernels instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+from overtone.backends import triton_interprets
+
+LIBRARY = torch.library.Library("overtone", "DEF")
+
+
+def define(schema: str, *, fake: Callable, triton: str) -> None:
+    """Define an op once: `triton` names its launcher as 'module.function' of overtone.triton_kernels."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"overtone::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, _launcher(triton), "CPU" if triton_interprets() else "CUDA")
+
+
+def _launcher(path: str) -> Callable:
+    module, _, function = path.rpartition(".")
+
+    def launch(*args):
+        # Imported at the first call: importing overtone must not import Triton, let alone touch a device.
+        return getattr(importlib.import_module(f"overtone.triton_kernels.{module}"), function)(*args)
+
+    return launch
+
+
+def differentiable(name: str, *, setup: Callable, backward: Callable) -> None:
+    """Give op `name` its gradient."""
+    torch.library.register_autograd(f"overtone::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def differentiable_gradient(function: Callable, inputs: tuple, grads: tuple) -> tuple:
+    """The gradients of the reference `function` at `inputs`, as a graph that can be differentiated again."""
+    with torch.enable_grad():
+        inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True)
