@@ -1,82 +1,180 @@
-"""Builds overtone._C. The switches are environment variables, listed in README.md under "Build switches"."""
+"""Builds overtone: the Python packages and the C++ extension overtone._C.
+
+Build switches, all environment variables:
+
+| variable | values | what it does |
+|---|---|---|
+| `OVERTONE_SKIP_EXTENSION` | `1` | no extension: pure Python, which runs on the reference and says so once |
+| `OVERTONE_CUDA` | `auto` (default), `1`, `0` | CUDA kernels: where possible, required, never |
+| `OVERTONE_CUDA_ARCHS` | such as `8.0;9.0;12.0+PTX` | architectures of the CUDA kernels; default: torch's choice |
+| `OVERTONE_SANITIZE` | `address`, `thread` | with AddressSanitizer and UndefinedBehaviorSanitizer, or ThreadSanitizer |
+| `OVERTONE_DEBUG` | `1` | no optimisation, debug symbols, the standard library's assertions |
+| `MAX_JOBS` | a number | files compiled at once; default: all cores, at most one per GiB of free memory |
+| `CXX` | a command | the C++20 compiler; default: `c++` |
+
+The build must see the torch it will run with, so pip needs --no-build-isolation.
+"""
+
+from __future__ import annotations
 
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+# Folders of the repository that are installed below overtone.
+MAPPED = {"overtone.benchmarks": "benchmarks", "overtone.triton_kernels": "triton_kernels"}
+RELEASE_FLAGS = ["-O3", "-g0"]
+DEBUG_FLAGS = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZER_FLAGS = {
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
-    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
 }
 
 
-def fail(message):
+def fail(message: str) -> None:
     sys.exit(f"overtone: {message}")
 
 
-def limit_jobs_by_memory():
-    """A C++ compiler needs about 1 GiB for one of our files; more jobs than that would swap."""
-    if "MAX_JOBS" in os.environ:
+def switch(name: str, values: tuple[str, ...], default: str = "") -> str:
+    value = os.environ.get(name) or default
+    if value not in (*values, default):
+        fail(f"{name}={value!r}: wanted one of {', '.join(values)}")
+    return value
+
+
+def skips_extension() -> bool:
+    return switch("OVERTONE_SKIP_EXTENSION", ("0", "1"), "0") == "1"
+
+
+def package_names() -> list[str]:
+    names = find_packages(str(ROOT / "python"))
+    for name, folder in MAPPED.items():
+        names += [name, *(f"{name}.{inner}" for inner in find_packages(str(ROOT / folder)))]
+    return names
+
+
+def limit_jobs_by_memory() -> None:
+    """A C++ compiler takes up to 1 GiB for one of our files; more jobs than that would swap."""
+    if "MAX_JOBS" in os.environ or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    os.environ["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, pages // 2**30)))
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    os.environ["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, free_bytes // 2**30)))
 
 
-def sanitizer_flags():
-    choice = os.environ.get("OVERTONE_SANITIZE", "")
-    if choice and choice not in SANITIZER_FLAGS:
-        fail(f"OVERTONE_SANITIZE={choice!r} is unknown; wanted one of {', '.join(SANITIZER_FLAGS)}")
-    return SANITIZER_FLAGS.get(choice, []), choice or "none"
+def check_compiler() -> None:
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    way_out = "install g++ 10 or newer (or set CXX), or set OVERTONE_SKIP_EXTENSION=1 to run on the PyTorch reference"
+    if shutil.which(compiler[0]) is None:
+        fail(f"no C++ compiler: {compiler[0]!r} was not found; {way_out}")
+    probe = [*compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        fail(f"the compiler {compiler[0]!r} does not compile C++20; {way_out}")
 
 
-def extension():
-    try:
-        import pybind11
-        import torch
-        from torch.utils.cpp_extension import CppExtension
-    except ImportError as error:
-        fail(f"building needs {error.name}: install it, then use pip's --no-build-isolation")
-    sanitize, sanitizer_name = sanitizer_flags()
-    return CppExtension(
+def cuda_obstacle(torch, sources: list[str]) -> str | None:
+    """Why CUDA kernels cannot be built here, or None if they can."""
+    if not sources:
+        return "this version has no CUDA kernels"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a CUDA build; install one that is"
+    if shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
+        return "nvcc was not found; install the CUDA toolkit, or set CUDA_HOME"
+    return None
+
+
+def cuda_sources(torch) -> list[str]:
+    """The CUDA files to build: none where OVERTONE_CUDA says so, or where it leaves the choice and they cannot be."""
+    choice = switch("OVERTONE_CUDA", ("auto", "1", "0"), "auto")
+    if choice == "0":
+        return []
+    choose_cuda_architectures()
+    sources = files_below_csrc(".cu")
+    obstacle = cuda_obstacle(torch, sources)
+    if obstacle is None:
+        return sources
+    if choice == "1":
+        fail(f"OVERTONE_CUDA=1: {obstacle}")
+    return []
+
+
+def choose_cuda_architectures() -> None:
+    architectures = os.environ.get("OVERTONE_CUDA_ARCHS")
+    if not architectures:
+        return
+    if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?([; ]\d+\.\d[a-z]?(\+PTX)?)*", architectures):
+        fail(f"OVERTONE_CUDA_ARCHS={architectures!r}: wanted a list such as '8.0;9.0;12.0+PTX'")
+    os.environ["TORCH_CUDA_ARCH_LIST"] = architectures
+
+
+def files_below_csrc(*suffixes: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+
+
+def extension(torch, pybind11):
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    sanitizer = switch("OVERTONE_SANITIZE", tuple(SANITIZER_FLAGS))
+    debug = switch("OVERTONE_DEBUG", ("0", "1"), "0") == "1"
+    sanitize = SANITIZER_FLAGS.get(sanitizer, [])
+    optimize = DEBUG_FLAGS if debug else RELEASE_FLAGS
+    if sanitizer:
+        optimize = ["-O1", "-g", "-fno-omit-frame-pointer"]
+    cpp_flags = ["-std=c++20", "-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", *optimize, *sanitize]
+    cuda = cuda_sources(torch)
+    built = (CUDAExtension if cuda else CppExtension)(
         "overtone._C",
-        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+        files_below_csrc(".cpp") + cuda,
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
         define_macros=[
             # LibTorch's stable ABI as of torch 2.10: one build serves every later torch.
             ("TORCH_TARGET_VERSION", "0x020a000000000000"),
             ("OVERTONE_BUILT_WITH_TORCH", torch.__version__.split("+")[0]),
-            ("OVERTONE_SANITIZERS", sanitizer_name),
+            ("OVERTONE_SANITIZERS", sanitizer or "none"),
+            ("OVERTONE_OPTIMIZATION", optimize[0].lstrip("-")),
         ],
-        extra_compile_args=["-std=c++20", "-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", *sanitize],
+        extra_compile_args={"cxx": cpp_flags, "nvcc": ["-std=c++20", "-O3", "-DUSE_CUDA"]},
         extra_link_args=sanitize,
     )
+    # The stable ABI's C functions live in these; linking more would tie the build to one version of torch.
+    stable = {"torch_cpu", "torch_cuda", "cudart"}
+    built.libraries = [library for library in built.libraries if library in stable]
+    return built
 
 
-def arguments():
-    if os.environ.get("OVERTONE_SKIP_EXTENSION") == "1":
+def extension_arguments() -> dict:
+    if skips_extension():
         return {}
-    limit_jobs_by_memory()
-    from torch.utils.cpp_extension import BuildExtension
+    try:
+        import pybind11
+        import torch
+        from torch.utils.cpp_extension import BuildExtension
+    except ImportError as error:
+        fail(f"building needs {error.name}: install it, then run pip with --no-build-isolation")
 
-    return {"ext_modules": [extension()], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=True)}}
+    class BuildWithNinja(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # Whether a file is due is ninja's decision: it knows the headers and the flags.
+            self.force = True
+
+        def run(self) -> None:
+            check_compiler()
+            limit_jobs_by_memory()
+            super().run()
+
+    return {"ext_modules": [extension(torch, pybind11)], "cmdclass": {"build_ext": BuildWithNinja}}
 
 
-setup(
-    packages=[
-        "overtone",
-        "overtone.cli",
-        "overtone.ops",
-        "overtone.reference",
-        "overtone.benchmarks",
-        "overtone.triton_kernels",
-    ],
-    package_dir={
-        "overtone": "python/overtone",
-        "overtone.benchmarks": "benchmarks",
-        "overtone.triton_kernels": "triton_kernels",
-    },
-    **arguments(),
-)
+if __name__ == "__main__":
+    setup(
+        packages=package_names(),
+        package_dir={"overtone": "python/overtone", **MAPPED},
+        **extension_arguments(),
+    )

@@ -21,8 +21,25 @@ std::map<std::string, std::string> build_info() {
       {"compiler", "gcc " __VERSION__},
 #endif
       {"torch", OVERTONE_STRINGIFY(OVERTONE_BUILT_WITH_TORCH)},
+      {"stable_abi", OVERTONE_STRINGIFY(TORCH_TARGET_VERSION)},
+      {"optimization", OVERTONE_STRINGIFY(OVERTONE_OPTIMIZATION)},
       {"sanitizers", OVERTONE_STRINGIFY(OVERTONE_SANITIZERS)},
   };
+}
+
+// The compilers' builtin wants a literal, hence the macro.
+std::map<std::string, bool> cpu_features() {
+#if defined(__x86_64__)
+#define OVERTONE_FEATURE(name) {name, __builtin_cpu_supports(name) != 0}
+  return {
+      OVERTONE_FEATURE("avx2"),     OVERTONE_FEATURE("fma"),        OVERTONE_FEATURE("f16c"),
+      OVERTONE_FEATURE("avx512f"),  OVERTONE_FEATURE("avx512bw"),   OVERTONE_FEATURE("avx512dq"),
+      OVERTONE_FEATURE("avx512vl"), OVERTONE_FEATURE("avx512bf16"),
+  };
+#undef OVERTONE_FEATURE
+#else
+  return {};
+#endif
 }
 
 }  // namespace
@@ -33,5 +50,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return std::string(overtone::isa_name(overtone::current_isa())); }, "The instruction set in use.");
   m.def("set_isa", &overtone::set_isa, pybind11::arg("name"), "Cap the instruction set for this process.");
   m.def("last_kernel", &overtone::last_kernel, "The CPU kernel that ran last, as 'op/level'.");
+  m.def("cpu_features", &cpu_features, "CPU features the kernels could use, and whether this machine has them.");
   m.def("build_info", &build_info, "How this extension was built.");
 }

@@ -1,0 +1,65 @@
+# Every target sets up what it needs by itself: .venv in this clone, pinned requirements, the extension, editable.
+#     make setup | study | test | bench | lint | clean          PYTHON=python3.11 names another Python
+PYTHON ?= python3
+RUN := .venv/bin/python
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+# What the build depends on besides files; see the table in setup.py.
+SWITCHES := $(CXX) $(foreach name,SKIP_EXTENSION CUDA CUDA_ARCHS SANITIZE DEBUG,$(name)=$(OVERTONE_$(name)))
+
+export PYTHON
+# Another environment's packages must not mix with those of .venv.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help setup study test bench lint clean clean-all always
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make study   runs the main job on this machine"
+	@echo "make test    lints and runs every test"
+	@echo "make bench   compares with eager PyTorch and torch.compile"
+	@echo "make lint    checks style and types only"
+	@echo "make setup   prepares .venv and builds the extension; the targets above do it by themselves"
+	@echo "make clean   removes what was built; make clean-all removes .venv too"
+
+setup: .venv/package.done .venv/extension.done
+
+study: setup
+	@$(RUN) -m overtone study
+
+bench: setup
+	@$(RUN) -m overtone bench
+
+test: setup lint
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: .venv/requirements.done
+	@echo "overtone: ruff, clang-format, mypy"
+	@$(RUN) -m ruff check --quiet .
+	@$(RUN) -m ruff format --quiet --check .
+	@.venv/bin/clang-format --dry-run -Werror $(CPP)
+	@$(RUN) -m mypy --no-error-summary
+
+clean:
+	@rm -rf build dist reports .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/extension.done
+	@rm -rf python/*.egg-info *.egg-info python/overtone/_C.*.so
+	@find python benchmarks triton_kernels tests -name __pycache__ -prune -exec rm -rf {} +
+
+clean-all: clean
+	@rm -rf .venv
+
+# A stamp is made only after its step succeeded, so an interrupted step is done again.
+.venv/requirements.done: requirements-dev.txt scripts/setup
+	@scripts/setup requirements
+	@touch $@
+
+.venv/package.done: .venv/requirements.done pyproject.toml setup.py
+	@scripts/setup package
+	@touch $@
+
+# The folders are named too: their time changes when a file is added or removed.
+.venv/extension.done: .venv/requirements.done .venv/switches setup.py $(shell find csrc)
+	@scripts/setup extension
+	@touch $@
+
+.venv/switches: .venv/requirements.done always
+	@echo '$(SWITCHES)' | cmp -s - $@ || echo '$(SWITCHES)' >$@
