@@ -1,8 +1,7 @@
 // The frequency kernels, written once and compiled for every ISA level.
 //
-// The mean is taken of (token − first valid token) and kept as the pair (first token, mean shift). The difference of
-// tokens that are nearly equal is exact, so HFC keeps its digits however far from zero the tokens lie; and because the
-// first token is one of the tokens, its own distance from the mean is at most ‖HFC‖: the shift never costs accuracy.
+// Sums over tokens are carried in twice the tokens' precision, and the mean is kept as value + rest: HFC keeps its
+// digits however far from zero the tokens lie, and ‖HFC‖² is never a difference of large numbers.
 #pragma once
 
 #include "cpu/frequency.h"
@@ -12,9 +11,6 @@ namespace overtone::OVERTONE_LEVEL {
 
 #define OVERTONE_STRINGIFY_(x) #x
 #define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
-
-// Rows summed before a partial sum is moved to its total: the rounding error grows as N/256 + 256, not as N.
-constexpr int64_t kRowsPerPartialSum = 256;
 
 // The channels [begin, begin + width) of one sample, in vectors.
 template <class A>
@@ -118,14 +114,6 @@ struct ValidTokens {
     }
     return valid;
   }
-
-  int64_t first() const {
-    int64_t row = 0;
-    while (row < tokens && !(*this)[row]) {
-      ++row;
-    }
-    return row;
-  }
 };
 
 template <class A>
@@ -140,73 +128,51 @@ struct BlockGain {
   }
 };
 
-// Calls body(begin, end) for consecutive groups of rows, so that body can sum a group in registers.
-template <class Body>
-OVERTONE_INLINE void for_row_groups(int64_t rows, Body body) {
-  for (int64_t begin = 0; begin < rows; begin += kRowsPerPartialSum) {
-    body(begin, std::min(rows, begin + kRowsPerPartialSum));
-  }
-}
+template <class A>
+using BlockSums = WideSum<A>[ChannelBlock<A>::kVectors];
 
-// The mean over a block's valid tokens as first token + shift.
+// The mean over a block's valid tokens as value + rest; zero where no token is valid.
 template <class A>
 struct BlockMean {
   static constexpr int kVectors = ChannelBlock<A>::kVectors;
-  BlockVectors<A> first;
-  BlockVectors<A> shift;
-  A count = 0;
+  BlockVectors<A> value;
+  BlockVectors<A> rest;
+  int64_t count;
 
   template <class Rows>
-  OVERTONE_INLINE BlockMean(const Rows& x, const ValidTokens& valid) {
-    const int64_t first_row = valid.first();
-    const bool any = first_row < valid.tokens;
-    for (int v = 0; v < kVectors; ++v) {
-      first[v] = any ? x.load(first_row, v) : Vector<A>{};
-      shift[v] = Vector<A>{};
-    }
-    if (!any) {
-      return;
-    }
-    count = static_cast<A>(valid.count());
-    for_row_groups(valid.tokens, [&](int64_t begin, int64_t end) {
-      BlockVectors<A> partial{};
-      for (int64_t row = begin; row < end; ++row) {
-        if (valid[row]) {
-          for (int v = 0; v < kVectors; ++v) {
-            partial[v] += x.load(row, v) - first[v];
-          }
+  OVERTONE_INLINE BlockMean(const Rows& x, const ValidTokens& valid) : count(valid.count()) {
+    BlockSums<A> sums;
+    for (int64_t row = 0; row < valid.tokens; ++row) {
+      if (valid[row]) {
+        for (int v = 0; v < kVectors; ++v) {
+          sums[v].add(x.load(row, v));
         }
       }
-      for (int v = 0; v < kVectors; ++v) {
-        shift[v] += partial[v];
-      }
-    });
-    const A inverse = 1 / count;
+    }
     for (int v = 0; v < kVectors; ++v) {
-      shift[v] *= inverse;
+      sums[v].scaled(1.0 / static_cast<double>(std::max<int64_t>(count, 1)), value[v], rest[v]);
     }
   }
 
-  OVERTONE_INLINE Vector<A> value(int v) const { return first[v] + shift[v]; }
-  OVERTONE_INLINE Vector<A> centre(Vector<A> x, int v) const { return (x - first[v]) - shift[v]; }
+  OVERTONE_INLINE Vector<A> centre(Vector<A> x, int v) const { return (x - value[v]) - rest[v]; }
 };
 
 // Lanes past the block's width hold zeros in every sum, so they may be added up with the rest.
 template <class A>
-double sum_of_lanes(const BlockVectors<A>& sums) {
+double sum_of_lanes(const BlockSums<A>& sums) {
   double total = 0;
   for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
     for (int lane = 0; lane < kLanes<A>; ++lane) {
-      total += static_cast<double>(sums[v][lane]);
+      total += sums[v][lane];
     }
   }
   return total;
 }
 
 template <class A>
-void write_channels(const BlockVectors<A>& sums, const ChannelBlock<A>& block, double* out) {
+void write_channels(const BlockSums<A>& sums, const ChannelBlock<A>& block, double* out) {
   for (int channel = 0; channel < block.width; ++channel) {
-    out[channel] = static_cast<double>(sums[channel / kLanes<A>][channel % kLanes<A>]);
+    out[channel] = sums[channel / kLanes<A>][channel % kLanes<A>];
   }
 }
 
@@ -218,24 +184,18 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockMean<A> mean(x, valid);
 
-  BlockVectors<A> high{};
-  for_row_groups(valid.tokens, [&](int64_t begin, int64_t end) {
-    BlockVectors<A> partial{};
-    for (int64_t row = begin; row < end; ++row) {
-      if (valid[row]) {
-        for (int v = 0; v < kVectors; ++v) {
-          const Vector<A> centred = mean.centre(x.load(row, v), v);
-          partial[v] += centred * centred;
-        }
+  BlockSums<A> high;
+  for (int64_t row = 0; row < valid.tokens; ++row) {
+    if (valid[row]) {
+      for (int v = 0; v < kVectors; ++v) {
+        const Vector<A> centred = mean.centre(x.load(row, v), v);
+        high[v].add(centred * centred);
       }
     }
-    for (int v = 0; v < kVectors; ++v) {
-      high[v] += partial[v];
-    }
-  });
-  BlockVectors<A> low;
+  }
+  BlockSums<A> low;
   for (int v = 0; v < kVectors; ++v) {
-    low[v] = mean.value(v) * mean.value(v);
+    low[v].add(mean.value[v] * mean.value[v]);
   }
   const int64_t slot = block.sample * call.shape.blocks() + block.index;
   call.low_squared[slot] = sum_of_lanes<A>(low) * static_cast<double>(mean.count);
@@ -258,7 +218,7 @@ void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumula
       continue;
     }
     for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
-      grad_x.store(low_scale * mean.value(v) + high_scale * mean.centre(x.load(row, v), v), row, v);
+      grad_x.store(low_scale * mean.value[v] + high_scale * mean.centre(x.load(row, v), v), row, v);
     }
   }
 }
@@ -272,7 +232,7 @@ OVERTONE_INLINE void filter_by_mean(const BlockRows<T, kPacked>& x, const BlockM
   constexpr int kVectors = ChannelBlock<A>::kVectors;
   BlockVectors<A> low_part;
   for (int v = 0; v < kVectors; ++v) {
-    low_part[v] = low.value[v] * mean.value(v);
+    low_part[v] = low.value[v] * mean.value[v];
   }
   for (int64_t row = 0; row < valid.tokens; ++row) {
     if (!valid[row]) {
@@ -285,41 +245,28 @@ OVERTONE_INLINE void filter_by_mean(const BlockRows<T, kPacked>& x, const BlockM
   }
 }
 
-// Visits the valid tokens in order with their running mean, as first token + shift.
-// visit(row, x − first, running shift): arrays of vectors. Masked rows go to skip(row).
+// Visits the valid tokens in order: visit(row, v, x, LFC, HFC) with the running mean. Masked rows go to skip(row).
 template <class T, bool kPacked, class Visit, class Skip>
-OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const ValidTokens& valid,
-                                      const BlockVectors<Accumulator<T>>& first, Visit visit, Skip skip) {
+OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const ValidTokens& valid, Visit visit,
+                                      Skip skip) {
   using A = Accumulator<T>;
   constexpr int kVectors = ChannelBlock<A>::kVectors;
-  BlockVectors<A> total{};
+  BlockSums<A> sums;
   int64_t count = 0;
-  for_row_groups(valid.tokens, [&](int64_t begin, int64_t end) {
-    BlockVectors<A> partial{};
-    for (int64_t row = begin; row < end; ++row) {
-      if (!valid[row]) {
-        skip(row);
-        continue;
-      }
-      const A inverse = 1 / static_cast<A>(++count);
-      for (int v = 0; v < kVectors; ++v) {
-        const Vector<A> shifted = x.load(row, v) - first[v];
-        partial[v] += shifted;
-        visit(row, v, shifted, (total[v] + partial[v]) * inverse);
-      }
+  for (int64_t row = 0; row < valid.tokens; ++row) {
+    if (!valid[row]) {
+      skip(row);
+      continue;
     }
+    const double inverse = 1.0 / static_cast<double>(++count);
     for (int v = 0; v < kVectors; ++v) {
-      total[v] += partial[v];
+      const Vector<A> token = x.load(row, v);
+      Vector<A> mean;
+      Vector<A> rest;
+      sums[v].add(token);
+      sums[v].scaled(inverse, mean, rest);
+      visit(row, v, mean, (token - mean) - rest);
     }
-  });
-}
-
-template <class T, bool kPacked>
-OVERTONE_INLINE void load_first_token(const BlockRows<T, kPacked>& x, const ValidTokens& valid,
-                                      BlockVectors<Accumulator<T>>& first) {
-  const int64_t row = valid.first();
-  for (int v = 0; v < ChannelBlock<Accumulator<T>>::kVectors; ++v) {
-    first[v] = row < valid.tokens ? x.load(row, v) : Vector<Accumulator<T>>{};
   }
 }
 
@@ -335,12 +282,10 @@ void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumula
     filter_by_mean(x, BlockMean<A>(x, valid), valid, low, high, y);
     return;
   }
-  BlockVectors<A> first;
-  load_first_token(x, valid, first);
   for_running_mean(
-      x, valid, first,
-      [&](int64_t row, int v, Vector<A> shifted, Vector<A> shift) {
-        y.store(low.value[v] * (first[v] + shift) + high.value[v] * (shifted - shift), row, v);
+      x, valid,
+      [&](int64_t row, int v, Vector<A> low_part, Vector<A> high_part) {
+        y.store(low.value[v] * low_part + high.value[v] * high_part, row, v);
       },
       [&](int64_t row) { y.zero_row(row); });
 }
@@ -352,112 +297,92 @@ OVERTONE_INLINE void causal_adjoint(const BlockRows<T, kPacked>& grad_y, const V
                                     const BlockOutput<T, kPacked>& grad_x) {
   using A = Accumulator<T>;
   constexpr int kVectors = ChannelBlock<A>::kVectors;
-  BlockVectors<A> total{};
+  BlockSums<A> sums;
   int64_t count = valid.count();
-  for_row_groups(valid.tokens, [&](int64_t begin, int64_t end) {
-    BlockVectors<A> partial{};
-    for (int64_t row = valid.tokens - 1 - begin; row >= valid.tokens - end; --row) {
-      if (!valid[row]) {
-        grad_x.zero_row(row);
-        continue;
-      }
-      const A inverse = 1 / static_cast<A>(count--);
-      for (int v = 0; v < kVectors; ++v) {
-        const Vector<A> g = grad_y.load(row, v);
-        partial[v] += g * inverse;
-        grad_x.store(high.value[v] * g + (low.value[v] - high.value[v]) * (total[v] + partial[v]), row, v);
-      }
+  for (int64_t row = valid.tokens - 1; row >= 0; --row) {
+    if (!valid[row]) {
+      grad_x.zero_row(row);
+      continue;
     }
+    const A inverse = 1 / static_cast<A>(count--);
     for (int v = 0; v < kVectors; ++v) {
-      total[v] += partial[v];
+      const Vector<A> g = grad_y.load(row, v);
+      Vector<A> later;
+      Vector<A> rest;
+      sums[v].add(g * inverse);
+      sums[v].scaled(1.0, later, rest);
+      grad_x.store(high.value[v] * g + (low.value[v] - high.value[v]) * later, row, v);
     }
-  });
-}
-
-template <class A>
-struct GainGradients {
-  BlockVectors<A> low{};
-  BlockVectors<A> high{};
-
-  void write(const FilterBackward& call, const ChannelBlock<A>& block) const {
-    const int64_t slot = block.sample * call.shape.channels + block.begin;
-    write_channels<A>(low, block, call.grad_low + slot);
-    write_channels<A>(high, block, call.grad_high + slot);
   }
-};
+}
 
 // Σ_i LFC[x]_i ⊙ G_i and Σ_i HFC[x]_i ⊙ G_i with the running mean.
 template <class T, bool kPacked>
-OVERTONE_INLINE GainGradients<Accumulator<T>> causal_gain_gradients(const BlockRows<T, kPacked>& x,
-                                                                    const BlockRows<T, kPacked>& grad_y,
-                                                                    const ValidTokens& valid) {
+OVERTONE_INLINE void causal_gain_gradients(const BlockRows<T, kPacked>& x, const BlockRows<T, kPacked>& grad_y,
+                                           const ValidTokens& valid, BlockSums<Accumulator<T>>& low,
+                                           BlockSums<Accumulator<T>>& high) {
   using A = Accumulator<T>;
-  GainGradients<A> sums;
-  BlockVectors<A> first;
-  load_first_token(x, valid, first);
   for_running_mean(
-      x, valid, first,
-      [&](int64_t row, int v, Vector<A> shifted, Vector<A> shift) {
+      x, valid,
+      [&](int64_t row, int v, Vector<A> low_part, Vector<A> high_part) {
         const Vector<A> g = grad_y.load(row, v);
-        sums.low[v] += (first[v] + shift) * g;
-        sums.high[v] += (shifted - shift) * g;
+        low[v].add(low_part * g);
+        high[v].add(high_part * g);
       },
       [](int64_t) {});
-  return sums;
 }
 
 // With the mean over all tokens the sums factor: n · mean(x) · mean(G), and the covariance of x and G.
 template <class T, bool kPacked>
-OVERTONE_INLINE GainGradients<Accumulator<T>> mean_gain_gradients(const BlockRows<T, kPacked>& x,
-                                                                  const BlockRows<T, kPacked>& grad_y,
-                                                                  const BlockMean<Accumulator<T>>& grad_mean,
-                                                                  const ValidTokens& valid) {
+OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kPacked>& x, const BlockRows<T, kPacked>& grad_y,
+                                         const BlockMean<Accumulator<T>>& grad_mean, const ValidTokens& valid,
+                                         BlockSums<Accumulator<T>>& low, BlockSums<Accumulator<T>>& high) {
   using A = Accumulator<T>;
   constexpr int kVectors = ChannelBlock<A>::kVectors;
   const BlockMean<A> x_mean(x, valid);
-  GainGradients<A> sums;
-  for_row_groups(valid.tokens, [&](int64_t begin, int64_t end) {
-    BlockVectors<A> partial{};
-    for (int64_t row = begin; row < end; ++row) {
-      if (valid[row]) {
-        for (int v = 0; v < kVectors; ++v) {
-          partial[v] += x_mean.centre(x.load(row, v), v) * grad_mean.centre(grad_y.load(row, v), v);
-        }
+  for (int64_t row = 0; row < valid.tokens; ++row) {
+    if (valid[row]) {
+      for (int v = 0; v < kVectors; ++v) {
+        high[v].add(x_mean.centre(x.load(row, v), v) * grad_mean.centre(grad_y.load(row, v), v));
       }
     }
-    for (int v = 0; v < kVectors; ++v) {
-      sums.high[v] += partial[v];
-    }
-  });
-  for (int v = 0; v < kVectors; ++v) {
-    sums.low[v] = x_mean.count * x_mean.value(v) * grad_mean.value(v);
   }
-  return sums;
+  for (int v = 0; v < kVectors; ++v) {
+    low[v].add(static_cast<A>(x_mean.count) * x_mean.value[v] * grad_mean.value[v]);
+  }
 }
 
 template <class T, bool kPacked>
 void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumulator<T>>& block) {
   using A = Accumulator<T>;
   const BlockRows<T, kPacked> grad_y(call.grad_y, block);
+  const BlockRows<T, kPacked> x(call.grad_low == nullptr ? call.grad_y : call.x, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockGain<A> low(call.low, block);
   const BlockGain<A> high(call.high, block);
-  const bool wants_gains = call.grad_low != nullptr;
+  const BlockOutput<T, kPacked> grad_x(call.grad_x, call.shape, block);
+  BlockSums<A> grad_low;
+  BlockSums<A> grad_high;
   if (call.causal) {
     if (call.grad_x != nullptr) {
-      causal_adjoint(grad_y, valid, low, high, BlockOutput<T, kPacked>(call.grad_x, call.shape, block));
+      causal_adjoint(grad_y, valid, low, high, grad_x);
     }
-    if (wants_gains) {
-      causal_gain_gradients(BlockRows<T, kPacked>(call.x, block), grad_y, valid).write(call, block);
+    if (call.grad_low != nullptr) {
+      causal_gain_gradients(x, grad_y, valid, grad_low, grad_high);
     }
-    return;
+  } else {
+    const BlockMean<A> grad_mean(grad_y, valid);
+    if (call.grad_x != nullptr) {
+      filter_by_mean(grad_y, grad_mean, valid, low, high, grad_x);
+    }
+    if (call.grad_low != nullptr) {
+      mean_gain_gradients(x, grad_y, grad_mean, valid, grad_low, grad_high);
+    }
   }
-  const BlockMean<A> grad_mean(grad_y, valid);
-  if (call.grad_x != nullptr) {
-    filter_by_mean(grad_y, grad_mean, valid, low, high, BlockOutput<T, kPacked>(call.grad_x, call.shape, block));
-  }
-  if (wants_gains) {
-    mean_gain_gradients(BlockRows<T, kPacked>(call.x, block), grad_y, grad_mean, valid).write(call, block);
+  if (call.grad_low != nullptr) {
+    const int64_t slot = block.sample * call.shape.channels + block.begin;
+    write_channels<A>(grad_low, block, call.grad_low + slot);
+    write_channels<A>(grad_high, block, call.grad_high + slot);
   }
 }
 

@@ -152,4 +152,62 @@ OVERTONE_INLINE void store(Vector<Accumulator<T>> v, T* p, int count) {
   }
 }
 
+// A sum carried in twice the precision of what is added: in float64 for float32, as a pair (sum, error) for float64.
+// However many tokens there are, and however far from zero they lie, the sum is exact to the last bits of A.
+template <class A>
+struct WideSum;
+
+template <>
+struct WideSum<float> {
+  Vector<double> first{};  // the lower half of the lanes
+  Vector<double> second{};
+
+  OVERTONE_INLINE void add(Vector<float> v) {
+    typedef float Half_ __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
+    Half_ halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    first += __builtin_convertvector(halves[0], Vector<double>);
+    second += __builtin_convertvector(halves[1], Vector<double>);
+  }
+
+  OVERTONE_INLINE double operator[](int lane) const {
+    return lane < kLanes<double> ? first[lane] : second[lane - kLanes<double>];
+  }
+
+  // The sum times `factor` as value + rest, both float32.
+  OVERTONE_INLINE void scaled(double factor, Vector<float>& value, Vector<float>& rest) const {
+    typedef float Half_ __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
+    const Vector<double> wide[2] = {first * factor, second * factor};
+    Half_ values[2];
+    Half_ rests[2];
+    for (int i = 0; i < 2; ++i) {
+      values[i] = __builtin_convertvector(wide[i], Half_);
+      rests[i] = __builtin_convertvector(wide[i] - __builtin_convertvector(values[i], Vector<double>), Half_);
+    }
+    std::memcpy(&value, values, sizeof value);
+    std::memcpy(&rest, rests, sizeof rest);
+  }
+};
+
+template <>
+struct WideSum<double> {
+  Vector<double> sum{};
+  Vector<double> error{};
+
+  OVERTONE_INLINE void add(Vector<double> v) {  // Knuth's two-sum
+    const Vector<double> total = sum + v;
+    const Vector<double> taken = total - sum;
+    error += (sum - (total - taken)) + (v - taken);
+    sum = total;
+  }
+
+  OVERTONE_INLINE double operator[](int lane) const { return sum[lane] + error[lane]; }
+
+  OVERTONE_INLINE void scaled(double factor, Vector<double>& value, Vector<double>& rest) const {
+    value = (sum + error) * factor;
+    // What the product rounded away is of the order of one bit of the value; only tokens equal to 15 digits notice.
+    rest = error * factor - (value - sum * factor);
+  }
+};
+
 }  // namespace overtone::OVERTONE_LEVEL

@@ -39,21 +39,20 @@ def _first_token(x: Tensor, mask: Tensor | None) -> Tensor:
 def frequency_components(x: Tensor, *, mask: Tensor | None = None, is_causal: bool = False) -> tuple[Tensor, Tensor]:
     """LFC[x] and HFC[x], [..., N, C] each.
 
-    The mean is taken of the tokens' differences from the first one, which are exact where tokens are almost equal, so
-    HFC keeps its digits far from zero; a mean of the tokens themselves would round them away.
+    HFC is taken of the tokens' differences from the first one, which are exact where tokens are almost equal, so it
+    keeps its digits far from zero; subtracting the rounded mean of the tokens themselves would lose them.
     """
     wide = _blank(_widen(x), mask)
     anchor = _first_token(wide, mask).detach()  # HFC does not depend on it, so neither does the gradient
     difference = _blank(wide - anchor, mask)
-    mean_difference = _mean(difference, mask, is_causal)
-    low = _blank((anchor + mean_difference).expand_as(wide), mask)
-    high = _blank(difference - mean_difference, mask)
+    low = _blank(_mean(wide, mask, is_causal).expand_as(wide), mask)
+    high = _blank(difference - _mean(difference, mask, is_causal), mask)
     return low, high
 
 
 def _frobenius(x: Tensor) -> Tensor:
-    """Frobenius norm over tokens and channels; its gradient at zero is zero."""
-    return torch.linalg.vector_norm(x, dim=(-2, -1))
+    """Frobenius norm over tokens and channels; its gradient at zero is zero. Two short sums round less than a long one."""
+    return torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1)
 
 
 def frequency_norms(x: Tensor, *, mask: Tensor | None = None) -> FrequencyNorms:

@@ -1,0 +1,43 @@
+"""Fixtures, loaded by tests/conftest.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overtone import _extension
+
+ISA_LEVELS = ("baseline", "avx2", "avx512")
+
+
+@pytest.fixture
+def poisoned_empty():
+    """Every torch.empty, of C++ too, comes back full of NaN: memory that a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # with it torch fills uninitialised memory (its default for that mode)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=ISA_LEVELS)
+def isa_level(request) -> str:
+    """Runs the test once per instruction set; `ran_at(level)` then tells that this level's kernels really ran."""
+    native = _extension.native
+    if native is None:
+        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+    if request.param not in native.available_isas():
+        pytest.skip(f"this machine has no {request.param}")
+    before = native.isa()
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+
+
+@pytest.fixture
+def cpu_kernels():
+    """The extension module; skips where it was not built."""
+    if _extension.native is None:
+        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+    return _extension.native
