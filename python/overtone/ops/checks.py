@@ -66,3 +66,63 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 def _error(function: str, name: str, got: object, wanted: str) -> Exception:
     kind = ValueError if isinstance(got, Tensor) else TypeError
     return kind(f"{function}: {name}: got {describe(got)}, wanted {wanted}")
+
+
+def heads(function: str, name: str, x: object) -> Tensor:
+    """A floating-point tensor [B, H, N, D]."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 4 or x.shape[-1] == 0:
+        raise _error(function, name, x, "a floating-point tensor [B, H, N, D] with D ≥ 1")
+    if x.layout != torch.strided:
+        raise _error(function, name, x, f"a dense (strided) tensor, not {x.layout}")
+    return x
+
+
+def matching(
+    function: str, name: str, x: object, shape: tuple[int | str, ...], like: Tensor, *, wide: bool = False
+) -> Tensor:
+    """A tensor of this shape (a letter is any size), on `like`'s device, in its dtype or, if wide, its statistics'."""
+    dtypes = dict.fromkeys((like.dtype, statistics_dtype(like.dtype)) if wide else (like.dtype,))
+    if (
+        isinstance(x, Tensor)
+        and x.layout == torch.strided
+        and x.dtype in dtypes
+        and x.device == like.device
+        and x.dim() == len(shape)
+        and all(isinstance(wanted, str) or size == wanted for size, wanted in zip(x.shape, shape, strict=True))
+    ):
+        return x
+    sizes = ", ".join(map(str, shape))
+    raise _error(function, name, x, f"{' or '.join(map(str, dtypes))} of shape [{sizes}] on {like.device}")
+
+
+def attention_mask(function: str, mask: object, query: Tensor, key: Tensor) -> Tensor | None:
+    """A bool or float tensor broadcastable to [B, H, N, M]."""
+    if mask is None:
+        return None
+    shape = query.shape[:-1] + key.shape[-2:-1]
+    dtypes = dict.fromkeys((torch.bool, query.dtype, statistics_dtype(query.dtype)))
+    if (
+        isinstance(mask, Tensor)
+        and mask.layout == torch.strided
+        and mask.dtype in dtypes
+        and mask.device == query.device
+        and _broadcasts(mask.shape, shape)
+    ):
+        return mask
+    kinds = " or ".join(map(str, dtypes))
+    wanted = f"{kinds}, broadcastable to {list(shape)}, on {query.device} (bool: True = takes part; float: added)"
+    raise _error(function, "attn_mask", mask, wanted)
+
+
+def flag(function: str, name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _error(function, name, value, "True or False")
+    return value
+
+
+def optional_number(function: str, name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise _error(function, name, value, "a number, or None")
+    return float(value)

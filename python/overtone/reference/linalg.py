@@ -1,0 +1,173 @@
+"""Batched eigen- and QR decompositions in torch.linalg's conventions, for any floating or complex dtype.
+
+Results have torch.linalg's names and order (eigh ascending). The `*_ex` variants never raise for a bad matrix: they
+return an `info` per matrix, 0 if it was solved and 1 if it is not finite or did not converge. That matrix's results
+are nan, and the others' are untouched. The plain variants raise LinAlgError and name the matrices.
+
+Half-precision matrices are solved in float32, and their results stay float32 (complex64).
+Gradients are PyTorch's own, so eigenvectors need distinct eigenvalues, and QR needs full rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class EighResult(NamedTuple):
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+
+
+class EighExResult(NamedTuple):
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+    info: Tensor
+
+
+class EigResult(NamedTuple):
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+
+
+class EigExResult(NamedTuple):
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+    info: Tensor
+
+
+class EigvalsExResult(NamedTuple):
+    eigenvalues: Tensor
+    info: Tensor
+
+
+class QRResult(NamedTuple):
+    Q: Tensor
+    R: Tensor
+
+
+class QRExResult(NamedTuple):
+    Q: Tensor
+    R: Tensor
+    info: Tensor
+
+
+def eigh(A: Tensor, UPLO: str = "L") -> EighResult:
+    """A = V diag(λ) Vᴴ of symmetric or Hermitian matrices, λ ascending; only the triangle UPLO is read."""
+    return EighResult(*_checked("eigh", eigh_ex(A, UPLO)))
+
+
+def eigvalsh(A: Tensor, UPLO: str = "L") -> Tensor:
+    """The eigenvalues of symmetric or Hermitian matrices, ascending."""
+    return _checked("eigvalsh", eigvalsh_ex(A, UPLO))[0]
+
+
+def eig(A: Tensor) -> EigResult:
+    """A V = V diag(λ), complex, in no particular order; eigenvectors have length one."""
+    return EigResult(*_checked("eig", eig_ex(A)))
+
+
+def eigvals(A: Tensor) -> Tensor:
+    """The eigenvalues of square matrices, complex, in no particular order."""
+    return _checked("eigvals", eigvals_ex(A))[0]
+
+
+def qr(A: Tensor, mode: str = "reduced") -> QRResult:
+    """A = QR with diag(R) > 0, which makes it unique: Q [..., m, k], R [..., k, n], k = min(m, n).
+
+    Where the leading columns of A are linearly dependent R has zeros (or rounding) on its diagonal, and Q is one of
+    many; it is orthonormal all the same. mode="complete": Q [..., m, m].
+    """
+    return QRResult(*_checked("qr", qr_ex(A, mode)))
+
+
+def eigh_ex(A: Tensor, UPLO: str = "L") -> EighExResult:
+    return EighExResult(*_solve(lambda A: torch.linalg.eigh(A, UPLO), A, _triangle(A, UPLO)))
+
+
+def eigvalsh_ex(A: Tensor, UPLO: str = "L") -> EigvalsExResult:
+    return EigvalsExResult(*_solve(lambda A: (torch.linalg.eigvalsh(A, UPLO),), A, _triangle(A, UPLO)))
+
+
+def eig_ex(A: Tensor) -> EigExResult:
+    return EigExResult(*_solve(torch.linalg.eig, A, A))
+
+
+def eigvals_ex(A: Tensor) -> EigvalsExResult:
+    return EigvalsExResult(*_solve(lambda A: (torch.linalg.eigvals(A),), A, A))
+
+
+def qr_ex(A: Tensor, mode: str = "reduced") -> QRExResult:
+    if mode not in ("reduced", "complete"):
+        raise ValueError(f"qr: mode: got {mode!r}, wanted 'reduced' or 'complete'")
+    return QRExResult(*_solve(lambda A: _positive_qr(A, mode), A, A))
+
+
+def _positive_qr(A: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    Q, R = torch.linalg.qr(A, mode)
+    diagonal = R.detach().diagonal(dim1=-2, dim2=-1)
+    sign = torch.where(diagonal == 0, 1, diagonal.sgn())  # [..., k]
+    padded = torch.nn.functional.pad(sign, (0, Q.shape[-1] - sign.shape[-1]), value=1)  # one sign per column of Q
+    return Q * padded[..., None, :], R * padded.conj()[..., :, None]
+
+
+def _triangle(A: Tensor, UPLO: str) -> Tensor:
+    return A.tril() if UPLO.upper() == "L" else A.triu()
+
+
+def _solve(solver: Callable, A: Tensor, read: Tensor) -> tuple[Tensor, ...]:
+    """The solver's results for every matrix, and info. `read` is the part of A that must be finite."""
+    A = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
+    failed = ~read.isfinite().all(-1).all(-1)
+    A = torch.where(failed[..., None, None], 0, A)
+    try:
+        results = solver(A)
+    except torch.linalg.LinAlgError:  # torch gives up on the whole batch: find out whose fault it was
+        results, not_converged = _solve_one_by_one(solver, A)
+        failed = failed | not_converged
+    return *(_poison(result, failed) for result in results), failed.to(torch.int32)
+
+
+def _poison(result: Tensor, failed: Tensor) -> Tensor:
+    return result.masked_fill(failed.reshape(failed.shape + (1,) * (result.dim() - failed.dim())), math.nan)
+
+
+def _solve_one_by_one(solver: Callable, A: Tensor) -> tuple[list[Tensor], Tensor]:
+    batch = A.shape[:-2]
+    outcomes = [_solve_one(solver, matrix) for matrix in A.reshape(-1, *A.shape[-2:])]
+    failed = torch.tensor([outcome is None for outcome in outcomes], device=A.device).reshape(batch)
+    blank = solver(torch.zeros_like(A[(0,) * len(batch)]))
+    solved = [blank if outcome is None else outcome for outcome in outcomes]
+    return [torch.stack(parts).reshape(batch + parts[0].shape) for parts in zip(*solved, strict=True)], failed
+
+
+def _solve_one(solver: Callable, matrix: Tensor) -> tuple[Tensor, ...] | None:
+    """One matrix, or None if it does not converge.
+
+    LAPACK's nonsymmetric solver stalls on exactly uniform attention in float64 (MKL: one size in four). A change of the
+    size of rounding, which is within the error of any such solver, gets it going.
+    """
+    noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrix)
+    rounding = torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix.detach()) / math.sqrt(matrix.numel())
+    for candidate in (matrix, matrix + rounding * noise):
+        try:
+            return tuple(solver(candidate))
+        except torch.linalg.LinAlgError:
+            continue
+    return None
+
+
+def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    *results, info = outcome
+    if info.any():
+        members = [tuple(index) for index in info.nonzero().tolist()]
+        which = f" {', '.join(map(str, members[:5]))}" if info.dim() > 0 else ""
+        more = f" and {len(members) - 5} more" if len(members) > 5 else ""
+        raise torch.linalg.LinAlgError(
+            f"{function}: A: matrix{which}{more} is not finite or did not converge; {function}_ex solves the others"
+        )
+    return tuple(results)
