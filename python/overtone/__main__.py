@@ -1,0 +1,7 @@
+"""`python -m overtone` is the command `overtone`."""
+
+import sys
+
+from overtone.cli import main
+
+sys.exit(main())
