@@ -1,0 +1,193 @@
+"""Runs cases: the results are checked, then timed beside their baselines and beside what the machine can do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overtone.benchmarks import machine
+from overtone.benchmarks.case import Call, Case, Compiled, Function, Results, as_results, bind
+from overtone.benchmarks.check import Check, Evidence, widened
+from overtone.benchmarks.timing import Measurement, Plan, Timing, interleave
+
+OURS = "ours"
+
+# The files of cases, one per op family, named like the op in every other layer.
+MODULES = ("frequency",)
+
+
+def all_cases() -> list[Case]:
+    """Every case of every module, in order."""
+    modules = (importlib.import_module(f"overtone.benchmarks.{name}") for name in MODULES)
+    return [case for module in modules for case in module.cases()]
+
+
+class Trial:
+    """A case with its inputs made, and the evidence by which its contenders are judged."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.inputs = case.setup()
+        self.grads = self._random_grads()
+        plain = self.call(case.reference).results()
+        self.evidence = Evidence(self.inputs, plain, self._truth())
+
+    def call(self, function: Function) -> Call:
+        return bind(function, self.inputs, self.grads, self.case.mode)
+
+    def check(self, name: str, call: Call) -> Check:
+        """Whether the contender of that name gives the right results."""
+        evidence = self.evidence if name == OURS else replace(self.evidence, summed=_elements(self.inputs))
+        try:
+            return self.case.check(call.results(), evidence)
+        except Exception as error:  # whatever a contender raises, the other contenders and cases still run
+            return Check.failed(f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    def _random_grads(self) -> Results:
+        if self.case.mode == "forward":
+            return ()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            outputs = as_results(self.case.reference(*self.inputs))
+        return tuple(torch.randn(y.shape, generator=generator).to(y) for y in outputs)
+
+    def _truth(self) -> Results:
+        inputs = tuple(map(_widened_input, self.inputs))
+        call = bind(self.case.reference, inputs, tuple(map(widened, self.grads)), self.case.mode)
+        return tuple(map(widened, call.results()))
+
+
+def _elements(inputs: tuple[Any, ...]) -> int:
+    return sum(x.numel() for x in inputs if isinstance(x, Tensor))
+
+
+def _widened_input(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    return widened(value).requires_grad_(value.requires_grad)
+
+
+def contenders(case: Case, *, compiled: bool = True) -> dict[str, Function]:
+    """Our function and the baselines, by name."""
+    functions = {OURS: case.ours, **case.baselines}
+    return {name: f for name, f in functions.items() if compiled or not isinstance(f, Compiled)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case's checks, and its timings if our own result is right. Ratios are baseline time / our time, of medians."""
+
+    case: Case
+    checks: Mapping[str, Check]
+    measurement: Measurement | None = None
+    peak: float | None = None  # bytes or FLOPs per second, whichever limits the case
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    @property
+    def trusted(self) -> bool:
+        return self.measurement is None or self.measurement.trusted
+
+    @property
+    def ours(self) -> Timing | None:
+        return self._timing(OURS)
+
+    def _timing(self, name: str) -> Timing | None:
+        """None unless the contender's result is right."""
+        check = self.checks.get(name)
+        return self.measurement.timings[name] if self.measurement and check and check.passed else None
+
+    def ratio(self, baseline: str) -> float | None:
+        """How many times faster we are; None if either was not measured."""
+        ours, theirs = self._timing(OURS), self._timing(baseline)
+        return theirs.median / ours.median if ours and theirs else None
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        found = {name: self.ratio(name) for name in self.case.baselines}
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+    @property
+    def best_plain(self) -> tuple[str, float] | None:
+        """The fastest baseline and our ratio to it."""
+        return min(self.ratios.items(), key=lambda item: item[1], default=None)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes or FLOPs per second, whichever limits the case."""
+        amount = self.case.flops if self.case.limit == "matmul" else self.case.bytes
+        return amount / self.ours.median if self.ours else None
+
+    @property
+    def share(self) -> float | None:
+        """The rate as a share of what plain passes over as much memory, or matrix products, reached in this run."""
+        return self.rate / self.peak if self.rate and self.peak else None
+
+
+def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: float | None = None) -> Result:
+    """Check every contender, then time those that are right, provided ours is."""
+    if compiled:
+        torch.compiler.reset()  # or the compiler's limit of variants per function is reached after a few cases
+    try:
+        trial = Trial(case)
+    except Exception as error:
+        return Result(case, {OURS: Check.failed(f"the case cannot be set up: {type(error).__name__}: {error}")})
+    calls = {name: trial.call(function) for name, function in contenders(case, compiled=compiled).items()}
+    checks = {name: trial.check(name, call) for name, call in calls.items()}
+    if not checks[OURS].passed:
+        return Result(case, checks)
+    right = {name: call for name, call in calls.items() if checks[name].passed}
+    if case.limit == "matmul":
+        return Result(case, checks, interleave(right, plan), matmul_peak)
+    probes = {f"probe {name}": call for name, call in machine.memory_probes(case.limit, case.bytes).items()}
+    for probe in probes.values():
+        probe.results()
+    measurement = interleave({**right, **probes}, plan)
+    peak = max(case.bytes / measurement.timings[name].minimum for name in probes)
+    return Result(case, checks, measurement, peak)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a report says."""
+
+    results: list[Result]
+    plan: Plan
+    quick: bool
+    machine: dict[str, object]
+    foreign_cpus: float | None  # how many CPUs others used before the run
+    matmul_peak: float  # float32 FLOP/s
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing disturbed the machine before the run, nor too many rounds during it."""
+        return not machine.is_disturbed(self.foreign_cpus) and all(result.trusted for result in self.results)
+
+
+def run_cases(
+    cases: Iterable[Case],
+    plan: Plan,
+    *,
+    compiled: bool = True,
+    quick: bool = False,
+    foreign_cpus: float | None = None,
+    progress: Callable[[Case], None] = lambda case: None,
+) -> Run:
+    """Run the cases one after another; `progress` is told before each."""
+    peak = machine.matmul_peak(seconds=0.05 if quick else 0.5)
+    results = []
+    for case in cases:
+        progress(case)
+        results.append(run_case(case, plan, compiled=compiled, matmul_peak=peak))
+    return Run(results, plan, quick, machine.describe(), foreign_cpus, peak)

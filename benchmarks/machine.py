@@ -1,0 +1,151 @@
+"""The machine: what it is, whether others use it, and what it can do at best."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from overtone import _extension
+from overtone.benchmarks.case import Call
+
+# CPUs that other processes may use before a measurement counts as disturbed: 6 % of one.
+FOREIGN_LIMIT = 0.06
+# /proc/stat counts in ticks of 10 ms, so that a short measurement can be off by about two.
+RESOLUTION_SECONDS = 0.02
+
+
+def busy_seconds() -> float | None:
+    """CPU time that everything on this machine has used since boot; None where the system does not say."""
+    try:
+        first_line = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first_line.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class ForeignLoad:
+    """How much CPU others use from its creation on: the machine's busy time minus this process's own."""
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._wall = busy_seconds(), time.process_time(), time.perf_counter()
+
+    def cpus(self) -> float | None:
+        """The number of CPUs others kept busy, on average; None where it cannot be known."""
+        busy = busy_seconds()
+        if busy is None or self._busy is None:
+            return None
+        own = time.process_time() - self._own
+        seconds = busy - self._busy - own
+        if seconds <= RESOLUTION_SECONDS:
+            return 0.0
+        return seconds / (time.perf_counter() - self._wall)
+
+
+def is_disturbed(foreign_cpus: float | None) -> bool:
+    return foreign_cpus is not None and foreign_cpus > FOREIGN_LIMIT
+
+
+def foreign_cpus(seconds: float = 1.0) -> float | None:
+    """The CPUs others use while this process sleeps for `seconds`."""
+    load = ForeignLoad()
+    time.sleep(seconds)
+    return load.cpus()
+
+
+def memory_probes(limit: str, size: int) -> dict[str, Call]:
+    """Plain passes over `size` bytes: the fastest of them is the bandwidth that a case of that traffic can have."""
+    if limit == "read":
+        data = torch.ones(max(1, size // 4))
+        return {"sum": Call(lambda _: (data.sum(),)), "max": Call(lambda _: (data.amax(),))}
+    source, target = torch.ones(max(1, size // 8)), torch.ones(max(1, size // 8))
+    left, right, result = (torch.ones(max(1, size // 12)) for _ in range(3))
+    return {
+        "copy": Call(lambda _: (target.copy_(source),)),
+        "triad": Call(lambda _: (torch.add(left, right, alpha=0.5, out=result),)),
+    }
+
+
+def matmul_peak(seconds: float = 0.5, size: int = 1024) -> float:
+    """The FLOP/s of torch's float32 matrix product, the best of many."""
+    a, b = torch.ones(size, size), torch.ones(size, size)
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        samples.append(time.perf_counter() - start)
+    return 2 * size**3 / min(samples)
+
+
+@functools.lru_cache(maxsize=1)
+def bf16_matmul_works() -> bool:
+    """Whether bfloat16 matrix products run in this environment: on some virtual machines oneDNN dies in them.
+
+    Tried in a child process, which may die. Setting ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported
+    keeps oneDNN off the instructions at fault.
+    """
+    script = (
+        "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); "
+        "assert (a @ a == 256).all() and (torch.nn.functional.linear(a, a) == 256).all()"
+    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str | None:
+    """The commit of overtone's checkout, with "+changes" if it was edited; None for an installed package."""
+    top = _git("rev-parse", "--show-toplevel")
+    # An installed copy may lie inside somebody else's checkout, whose commit would say nothing.
+    if top is None or Path(top) != Path(__file__).resolve().parent.parent:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{_git('rev-parse', 'HEAD')}{'+changes' if changes else ''}"
+
+
+def describe() -> dict[str, object]:
+    """What a figure depends on."""
+    return {
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "isa": _extension.native.isa() if _extension.native else None,
+        "threads": torch.get_num_threads(),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in ("overtone", "torch", "triton")},
+        },
+        "commit": commit(),
+    }

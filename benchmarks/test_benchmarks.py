@@ -1,0 +1,44 @@
+"""The cases under pytest-benchmark: `pytest benchmarks/`; with --benchmark-disable only the checks.
+
+One group per case, ours and the baselines side by side. A contender whose check fails is not timed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+import overtone as ot
+from overtone.benchmarks.case import Case, Compiled
+from overtone.benchmarks.kit import Trial, all_cases, contenders
+
+CPU = ot.backends()["cpu"]
+
+CONTENDERS = [
+    pytest.param(case, name, id=f"{case.name}-{name}".replace(" ", "_"))
+    for case in all_cases()
+    for name in contenders(case)
+]
+
+
+@lru_cache(maxsize=1)  # the contenders of a case follow each other
+def _trial(case: Case) -> Trial:
+    return Trial(case)
+
+
+@pytest.mark.skipif(not CPU.available, reason=CPU.detail)
+@pytest.mark.parametrize(("case", "name"), CONTENDERS)
+def test_contender(benchmark, case: Case, name: str) -> None:
+    function = contenders(case)[name]
+    if isinstance(function, Compiled):
+        if benchmark.disabled:
+            pytest.skip("torch.compile takes minutes for all cases: run without --benchmark-disable")
+        torch.compiler.reset()
+    trial = _trial(case)
+    call = trial.call(function)
+    check = trial.check(name, call)
+    assert check.passed, check.message
+    benchmark.group = case.name
+    benchmark.pedantic(call.run, setup=lambda: ((call.prepare(),), {}), rounds=30, warmup_rounds=3)
