@@ -4,7 +4,16 @@ from importlib.metadata import version as _version
 
 from overtone import reference
 from overtone.backends import BackendError, backends, use_backend
+from overtone.ops.attention import spectral_attention
 from overtone.ops.frequency import de_escalate, frequency_filter, frequency_norms
+from overtone.ops.metrics import (
+    cosine_similarity,
+    effective_rank,
+    escalation_rate,
+    stable_rank,
+    token_diversity,
+    token_similarity,
+)
 from overtone.types import FrequencyNorms, Spectrum
 
 __version__ = _version("overtone")

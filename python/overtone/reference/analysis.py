@@ -141,6 +141,9 @@ def head_weights(w_v: Tensor, w_proj: Tensor, num_heads: int) -> Tensor:
 # A condition number that says nothing, yet leaves no nan when it is multiplied by zero.
 _USELESS = 1e100
 
+# An eigenvalue whose error is larger than this is not known well enough to be called zero or one.
+_SHARP = 1e-2
+
 
 def _diagonal(attention: Tensor) -> Eigenvalues:
     values = attention.double().diagonal(dim1=-2, dim2=-1)
@@ -159,7 +162,7 @@ def _largest(pairs: Tensor) -> Tensor:
 def _winner_is_tied(other: Tensor, attention: Eigenvalues, weight: Eigenvalues) -> Tensor:
     """Whether the winning λ^H is zero, or the winning λ^A is a second eigenvalue 1, within their errors."""
     winner = other.flatten(-2).argmax(-1)[..., None]  # index of (j, i)
-    zero = weight.values.abs() <= weight.error  # [..., d]
-    one = (attention.values - 1).abs() <= attention.error  # [..., N]
+    zero = weight.values.abs() <= weight.error.clamp(max=_SHARP)  # [..., d]
+    one = (attention.values - 1).abs() <= attention.error.clamp(max=_SHARP)  # [..., N]
     tied = zero[..., :, None] | one[..., None, :]
     return tied.expand_as(other).flatten(-2).gather(-1, winner)[..., 0]

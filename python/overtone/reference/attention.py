@@ -87,7 +87,8 @@ def _softmax(logits: Tensor, takes_part: Tensor) -> Tensor:
     """Softmax over the keys that take part; zero where there are none."""
     empty = ~takes_part.any(-1, keepdim=True)
     logits = logits.masked_fill(~takes_part, -math.inf)
-    # A row of nothing but −inf has no softmax, and its gradient would be nan: give it any logits, then blank it.
+    # A row of nothing but −inf has no softmax: give it any logits, then blank it, and no nan arises on the way (which
+    # torch's anomaly detection would report).
     return logits.masked_fill(empty, 0).softmax(-1).masked_fill(~takes_part, 0)
 
 
