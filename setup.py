@@ -33,7 +33,8 @@ MAPPED = {"overtone.benchmarks": "benchmarks", "overtone.triton_kernels": "trito
 RELEASE_FLAGS = ["-O3", "-g0"]
 DEBUG_FLAGS = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZER_FLAGS = {
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    # Python's own flags may hold -fwrapv, which would make an overflowing offset legal.
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-wrapv"],
     "thread": ["-fsanitize=thread"],
 }
 

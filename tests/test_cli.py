@@ -58,8 +58,10 @@ def test_python_m_overtone_is_the_same_command():
     assert result.stdout.startswith("usage: overtone ")
 
 
-def test_a_reader_that_stops_early_is_no_error():
-    command = f"'{sys.executable}' -c 'import overtone.cli as c, sys; sys.exit(c.main([\"info\"]))' | true"
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_a_reader_that_stops_early_is_no_error(monkeypatch, buffering):
+    monkeypatch.setenv("PYTHONUNBUFFERED", buffering)
+    command = f"'{sys.executable}' -m overtone info | true"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
 

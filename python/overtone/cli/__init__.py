@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 when a check failed, 2 for a mistake in what was asked."""
     arguments = parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except BackendError as error:
         print(f"overtone {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,53 @@
+"""Calls every CPU op, forward and backward, with the sizes, strides and masks where memory errors hide.
+
+A script for processes that watch memory (tests/test_sanitizers.py); that the values are right is for other tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from kit import shapes
+
+import overtone as ot
+from overtone import _C
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Around the kernels' blocks of channels, without samples, tokens or channels, and with no leading dimension.
+SIZES = [(2, 3, 1), (1, 5, 7), (3, 1, 16), (2, 9, 63), (2, 4, 64), (1, 7, 65), (2, 3, 130), (2, 2, 3, 17), (6, 33)]
+EMPTY_SIZES = [(0, 5, 8), (2, 0, 8), (2, 5, 0), (0, 0, 0), (2, 0, 3, 4)]
+
+
+def exercise(x: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Every op on one input; returns the number of calls."""
+    leaf = x.detach().requires_grad_()
+    norms = ot.frequency_norms(leaf, mask=mask, backend="cpu")
+    (norms.low.sum() + norms.high.sum()).backward()
+    calls = 2
+    channels = x.shape[-1]
+    for low, high in ((0.5, 2.0), (torch.randn(channels, requires_grad=True), torch.randn(2 * channels)[::2])):
+        for is_causal in (False, True):
+            y = ot.frequency_filter(leaf, low, high, mask=mask, is_causal=is_causal, backend="cpu")
+            # The gradient has strides of its own: those of an expanded tensor, then those of a transposed one.
+            y.sum().backward(retain_graph=True)
+            y.backward(torch.ones_like(y).transpose(-1, -2).contiguous().transpose(-1, -2))
+            calls += 3
+    return calls
+
+
+def main() -> None:
+    calls = 0
+    for level in _C.available_isas():
+        _C.set_isa(level)
+        for dtype, size, layout in itertools.product(DTYPES, SIZES + EMPTY_SIZES, shapes.LAYOUTS):
+            x = shapes.with_layout(torch.randn(size).to(dtype), layout)
+            generator = torch.Generator().manual_seed(0)
+            for mask in (None, shapes.random_mask(size[:-1], generator), torch.zeros(size[:-1], dtype=torch.bool)):
+                calls += exercise(x, mask)
+        assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
+    print(f"{calls} calls at {', '.join(_C.available_isas())}; sanitizers: {_C.build_info()['sanitizers']}")
+
+
+if __name__ == "__main__":
+    main()
