@@ -54,12 +54,8 @@ def statistics_kernel(
         o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
         m_t = valid_tokens(p_mask, mask_st, o_t, i_end)
         b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-        b_n2, b_mean2, b_rest2, b_m22 = tile_statistics(
-            b_x, load_first(p_x, x_st, x_sc, o_t, o_c, m_t, m_c), m_t
-        )
-        b_n, b_mean, b_rest, b_m2 = merge_statistics(
-            b_n, b_mean, b_rest, b_m2, b_n2, b_mean2, b_rest2, b_m22
-        )
+        b_n2, b_mean2, b_rest2, b_m22 = tile_statistics(b_x, load_first(p_x, x_st, x_sc, o_t, o_c, m_t, m_c), m_t)
+        b_n, b_mean, b_rest, b_m2 = merge_statistics(b_n, b_mean, b_rest, b_m2, b_n2, b_mean2, b_rest2, b_m22)
     store_statistics(p_statistics, n_channels, i_s * n_splits + i_k, o_c, m_c, b_n, b_mean, b_rest, b_m2)
 
 
@@ -125,9 +121,7 @@ def filter_by_mean(
         m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
         b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
         _, b_mean, b_rest, _ = tile_statistics(b_x, load_first(p_x, x_st, x_sc, o_t, o_c, m_t, m_c), m_t)
-        store_filtered(
-            p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens
-        )
+        store_filtered(p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
     else:
         _, b_mean, b_rest, _ = merge_rows(p_statistics, n_channels, i_s * n_splits, n_splits, o_c, m_c)
         i_k = tl.program_id(1)
@@ -135,9 +129,7 @@ def filter_by_mean(
             o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
             m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
             b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-            store_filtered(
-                p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens
-            )
+            store_filtered(p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
 
 
 @triton.jit
