@@ -197,7 +197,8 @@ def test_no_network(clone, settings):
 
 def test_output_is_one_line_per_step(clone):
     lines = clone.make("setup").stdout.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
+    assert "note: this path has a space" in lines[0]
     assert all(line.startswith("overtone: ") for line in lines)
 
 
