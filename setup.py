@@ -127,7 +127,9 @@ def extension(torch, pybind11):
     optimize = DEBUG_FLAGS if debug else RELEASE_FLAGS
     if sanitizer:
         optimize = ["-O1", "-g", "-fno-omit-frame-pointer"]
-    cpp_flags = ["-std=c++20", "-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", *optimize, *sanitize]
+    # GCC 12 takes the "undefined" values inside its own AVX-512 intrinsics for uninitialised ones (its bug 105593).
+    warnings = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    cpp_flags = ["-std=c++20", *warnings, "-fvisibility=hidden", *optimize, *sanitize]
     cuda = cuda_sources(torch)
     built = (CUDAExtension if cuda else CppExtension)(
         "overtone._C",

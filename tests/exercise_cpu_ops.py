@@ -36,6 +36,36 @@ def exercise(x: torch.Tensor, mask: torch.Tensor | None) -> int:
     return calls
 
 
+# (batch, heads, queries, keys, width, channels): around the kernels' strips and blocks, and with nothing in them.
+ATTENTION_SIZES = [(1, 1, 1, 1, 1, 1), (2, 3, 25, 49, 17, 5), (1, 2, 49, 23, 72, 65), (1, 1, 30, 481, 16, 16)]
+EMPTY_ATTENTION_SIZES = [(0, 2, 3, 4, 5, 6), (1, 2, 0, 4, 5, 6), (1, 2, 3, 0, 5, 6), (1, 2, 3, 4, 5, 0)]
+
+
+def exercise_attention(size: tuple[int, ...], dtype: torch.dtype, strided: bool) -> int:
+    """spectral_attention with every mask, causal or not; returns the number of calls."""
+    batch, heads, queries, keys, width, channels = size
+
+    def random(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape).to(dtype)
+        return shapes.with_layout(x, "channels_strided" if strided else "offset").detach().requires_grad_()
+
+    query, key, value = (random(batch, heads, n, width) for n in (queries, keys, keys))
+    basis, residual = random(heads * width, channels), random(batch, queries, channels)
+    wide = torch.promote_types(dtype, torch.float32)
+    eigenvalues = torch.randn(heads * width).to(wide).requires_grad_()
+    bias = torch.randn(heads, 1, keys).to(wide).requires_grad_()
+    calls = 0
+    for mask in (None, torch.rand(queries, keys) > 0.5, bias):
+        for is_causal in (False, True):
+            y, norms = ot.spectral_attention(
+                query, key, value, eigenvalues, basis, residual=residual, attn_mask=mask, is_causal=is_causal,
+                return_norms=True, backend="cpu",
+            )  # fmt: skip
+            (y.float().sum() + norms.high.sum()).backward()
+            calls += 2
+    return calls
+
+
 def main() -> None:
     calls = 0
     for level in _C.available_isas():
@@ -45,6 +75,8 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             for mask in (None, shapes.random_mask(size[:-1], generator), torch.zeros(size[:-1], dtype=torch.bool)):
                 calls += exercise(x, mask)
+        for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
+            calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
     print(f"{calls} calls at {', '.join(_C.available_isas())}; sanitizers: {_C.build_info()['sanitizers']}")
 

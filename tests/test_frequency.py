@@ -127,7 +127,9 @@ class TestAlmostEqualTokens:
     def test_de_escalation_keeps_the_digits_of_the_difference(self, is_causal):
         x = (1000 * (1 + 1e-6 * torch.randn(2, 197, 64, dtype=torch.float64))).float()
         truth = ot.reference.de_escalate(x.double(), is_causal=is_causal)
-        torch.testing.assert_close(ot.de_escalate(x, is_causal=is_causal, backend="cpu").double(), truth, rtol=0, atol=1e-8)
+        torch.testing.assert_close(
+            ot.de_escalate(x, is_causal=is_causal, backend="cpu").double(), truth, rtol=0, atol=1e-8
+        )
 
     def test_an_outlying_first_token(self):
         """The sums are shifted by the first token; a class token far from the others must not cost digits."""
@@ -327,9 +329,17 @@ class TestErrors:
                 ["mask", r"shape \[4\]", r"\[2, 3\]"],
             ),
             (lambda: ot.frequency_filter(torch.ones(3, 4), "1", 1.0), TypeError, ["low", "str", r"\[4\]"]),
-            (lambda: ot.frequency_filter(torch.ones(3, 4), 1.0, torch.ones(3)), ValueError, ["high", r"\[3\]", r"\[4\]"]),
+            (
+                lambda: ot.frequency_filter(torch.ones(3, 4), 1.0, torch.ones(3)),
+                ValueError,
+                ["high", r"\[3\]", r"\[4\]"],
+            ),
             (lambda: ot.de_escalate(torch.ones(3, 4), torch.ones(2, 4)), ValueError, ["de_escalate", "tau"]),
-            (lambda: ot.de_escalate(torch.ones(3, 4), torch.ones(4, device="meta")), ValueError, ["tau", "meta", "cpu"]),
+            (
+                lambda: ot.de_escalate(torch.ones(3, 4), torch.ones(4, device="meta")),
+                ValueError,
+                ["tau", "meta", "cpu"],
+            ),
         ],
     )
     def test_wrong_arguments(self, call, error, words):

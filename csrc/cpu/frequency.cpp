@@ -133,7 +133,8 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
   const auto norm_of = [blocks = call.shape.blocks()](const std::vector<double>& squared) {
     return [&squared, blocks](int64_t sample) {
-      return std::sqrt(std::accumulate(&squared[sample * blocks], &squared[sample * blocks] + blocks, 0.0));
+      const double* first = squared.data() + sample * blocks;
+      return std::sqrt(std::accumulate(first, first + blocks, 0.0));
     };
   };
   store_statistics(low, call.shape.samples, norm_of(low_squared));

@@ -9,9 +9,6 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-#define OVERTONE_STRINGIFY_(x) #x
-#define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
-
 // The channels [begin, begin + width) of one sample, in vectors.
 template <class A>
 struct ChannelBlock {
@@ -160,11 +157,13 @@ struct BlockMean {
 // Lanes past the block's width hold zeros in every sum, so they may be added up with the rest.
 template <class A>
 double sum_of_lanes(const BlockSums<A>& sums) {
-  double total = 0;
+  Vector<double> lanes{};
   for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
-    for (int lane = 0; lane < kLanes<A>; ++lane) {
-      total += sums[v][lane];
-    }
+    lanes += sums[v].lanes();
+  }
+  double total = 0;
+  for (int lane = 0; lane < kLanes<double>; ++lane) {
+    total += lanes[lane];
   }
   return total;
 }
@@ -184,13 +183,21 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockMean<A> mean(x, valid);
 
+  // Squares do not cancel: a few rows are added up in A before they go to the wide sum, which is slower.
+  constexpr int64_t kRows = 8;
   BlockSums<A> high;
-  for (int64_t row = 0; row < valid.tokens; ++row) {
-    if (valid[row]) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vector<A> centred = mean.centre(x.load(row, v), v);
-        high[v].add(centred * centred);
+  for (int64_t begin = 0; begin < valid.tokens; begin += kRows) {
+    BlockVectors<A> few{};
+    for (int64_t row = begin; row < std::min(begin + kRows, valid.tokens); ++row) {
+      if (valid[row]) {
+        for (int v = 0; v < kVectors; ++v) {
+          const Vector<A> centred = mean.centre(x.load(row, v), v);
+          few[v] += centred * centred;
+        }
       }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      high[v].add(few[v]);
     }
   }
   BlockSums<A> low;
@@ -387,30 +394,30 @@ void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumu
 }
 
 // Chooses the packed form where every tensor read has consecutive channels and the block is full.
-#define OVERTONE_FOR_BLOCKS(function, channels_are_consecutive)                          \
-  template <class T, class Call>                                                         \
-  void function##_items(const Call& call, int64_t begin, int64_t end) {                  \
-    for (int64_t item = begin; item < end; ++item) {                                     \
-      const ChannelBlock<Accumulator<T>> block(call.shape, item);                        \
-      if (block.width == kChannelBlock && (channels_are_consecutive)) {                  \
-        function##_block<T, true>(call, block);                                          \
-      } else {                                                                           \
-        function##_block<T, false>(call, block);                                         \
-      }                                                                                  \
-    }                                                                                    \
-  }                                                                                      \
-  template <class Call>                                                                  \
-  void function(const Call& call, int64_t begin, int64_t end) {                          \
-    switch (call.type) {                                                                 \
-      case ElementType::float32:                                                         \
-        return function##_items<float>(call, begin, end);                                \
-      case ElementType::float64:                                                         \
-        return function##_items<double>(call, begin, end);                               \
-      case ElementType::bfloat16:                                                        \
-        return function##_items<BFloat16>(call, begin, end);                             \
-      case ElementType::float16:                                                         \
-        return function##_items<Half>(call, begin, end);                                 \
-    }                                                                                    \
+#define OVERTONE_FOR_BLOCKS(function, channels_are_consecutive)         \
+  template <class T, class Call>                                        \
+  void function##_items(const Call& call, int64_t begin, int64_t end) { \
+    for (int64_t item = begin; item < end; ++item) {                    \
+      const ChannelBlock<Accumulator<T>> block(call.shape, item);       \
+      if (block.width == kChannelBlock && (channels_are_consecutive)) { \
+        function##_block<T, true>(call, block);                         \
+      } else {                                                          \
+        function##_block<T, false>(call, block);                        \
+      }                                                                 \
+    }                                                                   \
+  }                                                                     \
+  template <class Call>                                                 \
+  void function(const Call& call, int64_t begin, int64_t end) {         \
+    switch (call.type) {                                                \
+      case ElementType::float32:                                        \
+        return function##_items<float>(call, begin, end);               \
+      case ElementType::float64:                                        \
+        return function##_items<double>(call, begin, end);              \
+      case ElementType::bfloat16:                                       \
+        return function##_items<BFloat16>(call, begin, end);            \
+      case ElementType::float16:                                        \
+        return function##_items<Half>(call, begin, end);                \
+    }                                                                   \
   }
 
 OVERTONE_FOR_BLOCKS(norms_forward, call.x.channel_stride == 1)
@@ -421,7 +428,7 @@ OVERTONE_FOR_BLOCKS(filter_backward,
 #undef OVERTONE_FOR_BLOCKS
 
 extern const FrequencyKernels frequency_kernels = {
-    OVERTONE_STRINGIFY(OVERTONE_LEVEL),
+    OVERTONE_LEVEL_NAME,
     &norms_forward<NormsForward>,
     &norms_backward<NormsBackward>,
     &filter_forward<FilterForward>,

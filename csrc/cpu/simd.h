@@ -9,9 +9,18 @@
 #error "include a cpu/level_*.h header first"
 #endif
 
+#define OVERTONE_STRINGIFY_(x) #x
+#define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
+#define OVERTONE_LEVEL_NAME OVERTONE_STRINGIFY(OVERTONE_LEVEL)
+
 namespace overtone::OVERTONE_LEVEL {
 
 #define OVERTONE_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define OVERTONE_UNROLL _Pragma("unroll")
+#else
+#define OVERTONE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
@@ -133,10 +142,13 @@ OVERTONE_INLINE Vector<Accumulator<T>> load(const T* p, int64_t stride, int coun
   if (stride == 1 && count == kLanes<A>) {
     return load_full(p);
   }
-  Vector<A> v{};
+  // Through an array: indexing the vector itself would force it, and what it is added to, out of the registers.
+  A lanes[kLanes<A>] = {};
   for (int lane = 0; lane < count; ++lane) {
-    v[lane] = widen(p[lane * stride]);
+    lanes[lane] = widen(p[lane * stride]);
   }
+  Vector<A> v;
+  std::memcpy(&v, lanes, sizeof v);
   return v;
 }
 
@@ -147,9 +159,43 @@ OVERTONE_INLINE void store(Vector<Accumulator<T>> v, T* p, int count) {
     store_full(v, p);
     return;
   }
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &v, sizeof v);
   for (int lane = 0; lane < count; ++lane) {
-    narrow(v[lane], p + lane);
+    narrow(lanes[lane], p + lane);
   }
+}
+
+// The lower and upper half of the lanes in float64, and back. Intrinsics, because GCC 12 makes __builtin_convertvector
+// of these widths go through memory.
+OVERTONE_INLINE void widen_halves(Vector<float> v, Vector<double>& lower, Vector<double>& upper) {
+#if OVERTONE_VECTOR_BYTES == 64
+  lower = _mm512_maskz_cvtps_pd(0xff, _mm512_castps512_ps256(v));
+  upper = _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, v, 1));
+#elif OVERTONE_VECTOR_BYTES == 32
+  lower = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+  upper = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#elif defined(__x86_64__)
+  lower = _mm_cvtps_pd(v);
+  upper = _mm_cvtps_pd(_mm_movehl_ps(v, v));
+#else
+  lower = Vector<double>{v[0], v[1]};
+  upper = Vector<double>{v[2], v[3]};
+#endif
+}
+
+OVERTONE_INLINE Vector<float> narrow_halves(Vector<double> lower, Vector<double> upper) {
+#if OVERTONE_VECTOR_BYTES == 64
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_maskz_cvtpd_ps(0xff, lower)),
+                            _mm512_maskz_cvtpd_ps(0xff, upper), 1);
+#elif OVERTONE_VECTOR_BYTES == 32
+  return _mm256_set_m128(_mm256_cvtpd_ps(upper), _mm256_cvtpd_ps(lower));
+#elif defined(__x86_64__)
+  return _mm_movelh_ps(_mm_cvtpd_ps(lower), _mm_cvtpd_ps(upper));
+#else
+  return Vector<float>{static_cast<float>(lower[0]), static_cast<float>(lower[1]), static_cast<float>(upper[0]),
+                       static_cast<float>(upper[1])};
+#endif
 }
 
 // A sum carried in twice the precision of what is added: in float64 for float32, as a pair (sum, error) for float64.
@@ -159,33 +205,32 @@ struct WideSum;
 
 template <>
 struct WideSum<float> {
-  Vector<double> first{};  // the lower half of the lanes
-  Vector<double> second{};
+  Vector<double> lower{};
+  Vector<double> upper{};
 
   OVERTONE_INLINE void add(Vector<float> v) {
-    typedef float Half_ __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
-    Half_ halves[2];
-    std::memcpy(halves, &v, sizeof v);
-    first += __builtin_convertvector(halves[0], Vector<double>);
-    second += __builtin_convertvector(halves[1], Vector<double>);
+    Vector<double> v_lower;
+    Vector<double> v_upper;
+    widen_halves(v, v_lower, v_upper);
+    lower += v_lower;
+    upper += v_upper;
   }
 
+  OVERTONE_INLINE Vector<double> lanes() const { return lower + upper; }
+
   OVERTONE_INLINE double operator[](int lane) const {
-    return lane < kLanes<double> ? first[lane] : second[lane - kLanes<double>];
+    return lane < kLanes<double> ? lower[lane] : upper[lane - kLanes<double>];
   }
 
   // The sum times `factor` as value + rest, both float32.
   OVERTONE_INLINE void scaled(double factor, Vector<float>& value, Vector<float>& rest) const {
-    typedef float Half_ __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
-    const Vector<double> wide[2] = {first * factor, second * factor};
-    Half_ values[2];
-    Half_ rests[2];
-    for (int i = 0; i < 2; ++i) {
-      values[i] = __builtin_convertvector(wide[i], Half_);
-      rests[i] = __builtin_convertvector(wide[i] - __builtin_convertvector(values[i], Vector<double>), Half_);
-    }
-    std::memcpy(&value, values, sizeof value);
-    std::memcpy(&rest, rests, sizeof rest);
+    const Vector<double> wide_lower = lower * factor;
+    const Vector<double> wide_upper = upper * factor;
+    value = narrow_halves(wide_lower, wide_upper);
+    Vector<double> value_lower;
+    Vector<double> value_upper;
+    widen_halves(value, value_lower, value_upper);
+    rest = narrow_halves(wide_lower - value_lower, wide_upper - value_upper);
   }
 };
 
@@ -200,6 +245,8 @@ struct WideSum<double> {
     error += (sum - (total - taken)) + (v - taken);
     sum = total;
   }
+
+  OVERTONE_INLINE Vector<double> lanes() const { return sum + error; }
 
   OVERTONE_INLINE double operator[](int lane) const { return sum[lane] + error[lane]; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import ModuleType
 
@@ -14,7 +15,7 @@ def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None, "TRITON_INTERPRET=1 is set: CPU tensors go to Triton's interpreter in this process"
     try:
-        from overtone import _C
+        _C = importlib.import_module("overtone._C")
     except ModuleNotFoundError as error:
         if error.name != "overtone._C":
             raise

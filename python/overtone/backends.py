@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
-    "spectral_attention": {},
+    "spectral_attention": {"cpu": FLOATS},
 }
 
 

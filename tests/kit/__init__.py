@@ -1,5 +1,4 @@
 """What every test of an op uses: float64 truth, derived tolerances, poisoned memory, ugly shapes, ISA levels.
 
-    from kit import accuracy, compiling, repeat, shapes
-    pytest_plugins / fixtures: poisoned_empty, isa_level (kit.fixtures)
+accuracy, compiling, repeat and shapes are modules to import from; the fixtures of kit.fixtures are there everywhere.
 """

@@ -39,7 +39,7 @@ def max_error(result: Tensor, truth: Tensor) -> float:
 
 
 def assert_error_within(actual: Tensor, truth: Tensor, plain_error: float, *, factor: float, what: str) -> None:
-    """The error of `actual` is at most `factor` times `plain_error`, PyTorch's at the same precision, plus the floor."""
+    """The error is at most `factor` times `plain_error`, that of PyTorch at the same precision, plus the floor."""
     assert actual.shape == truth.shape, f"{what}: shape {list(actual.shape)}, wanted {list(truth.shape)}"
     if truth.numel() == 0:
         return
@@ -80,7 +80,9 @@ def check_against_truth(
     rough = outputs_and_gradients(plain, tuple(map(to_float32 if is_float64 else fresh, args)))
     result = outputs_and_gradients(ours, tuple(map(fresh, args)))
     factors = (FORWARD_FACTOR, gradient_factor)
-    for kind, factor, truths, plains, actuals in zip(("output", "gradient"), factors, exact, rough, result, strict=True):
+    for kind, factor, truths, plains, actuals in zip(
+        ("output", "gradient"), factors, exact, rough, result, strict=True
+    ):
         for index, (t, p, a) in enumerate(zip(truths, plains, actuals, strict=True)):
             what = f"{kind} {index}"
             wanted = torch.float64 if is_float64 else p.dtype

@@ -54,7 +54,9 @@ def channel_gain(function: str, name: str, gain: object, x: Tensor) -> Tensor:
         and (gain.dim() == 0 or gain.shape[0] in (1, channels))
     ):
         return gain.to(dtype).expand(channels)
-    raise _error(function, name, gain, f"a number, or a floating-point tensor of shape [] or [{channels}] on {x.device}")
+    raise _error(
+        function, name, gain, f"a number, or a floating-point tensor of shape [] or [{channels}] on {x.device}"
+    )
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:

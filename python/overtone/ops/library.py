@@ -16,12 +16,13 @@ from overtone.backends import triton_interprets
 LIBRARY = torch.library.Library("overtone", "DEF")
 
 
-def define(schema: str, *, fake: Callable, triton: str) -> None:
-    """Define an op once: `triton` names its launcher as 'module.function' of overtone.triton_kernels."""
+def define(schema: str, *, fake: Callable, triton: str | None = None) -> None:
+    """Define an op once: `triton` names its launcher as 'module.function' of overtone.triton_kernels, if it has one."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"overtone::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, _launcher(triton), "CPU" if triton_interprets() else "CUDA")
+    if triton is not None:
+        LIBRARY.impl(name, _launcher(triton), "CPU" if triton_interprets() else "CUDA")
 
 
 def _launcher(path: str) -> Callable:

@@ -51,7 +51,7 @@ def frequency_components(x: Tensor, *, mask: Tensor | None = None, is_causal: bo
 
 
 def _frobenius(x: Tensor) -> Tensor:
-    """Frobenius norm over tokens and channels; its gradient at zero is zero. Two short sums round less than a long one."""
+    """Frobenius norm over tokens and channels, its gradient at zero zero; two short sums round less than a long one."""
     return torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1), dim=-1)
 
 
@@ -69,8 +69,6 @@ def frequency_filter(
     return (low * low_part + high * high_part).to(x.dtype)
 
 
-def de_escalate(
-    x: Tensor, tau: Tensor | float = 1.0, *, mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
+def de_escalate(x: Tensor, tau: Tensor | float = 1.0, *, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """(I − τΠ)x, the filter with gains 1 − τ and 1."""
     return frequency_filter(x, 1 - tau, 1.0, mask=mask, is_causal=is_causal)
