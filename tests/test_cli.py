@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -103,12 +104,15 @@ def test_info_as_text_names_every_backend_and_op(capsys):
     assert "frequency_filter" in text
 
 
-def test_study_measures_both_regimes_and_says_what_ran(capsys):
-    lines = run(capsys, "study", "--seed", "1").splitlines()
+def test_study_measures_both_regimes_and_says_what_ran(capsys, tmp_path):
+    lines = run(capsys, "study", "--seed", "1", "--out", str(tmp_path / "new")).splitlines()
     rows = [list(map(float, line.split())) for line in lines if line.split()[0].isdigit()]
     assert [row[0] for row in rows] == list(range(13))
     smooth, sharpen = [row[1] for row in rows], [row[2] for row in rows]
     assert smooth == sorted(smooth, reverse=True)
     assert sharpen == sorted(sharpen)
     assert any("frequency_norms ran on the" in line for line in lines)
-    assert "no training study" in lines[-1]
+    assert any("no training study" in line for line in lines)
+    assert lines[-1] == f"Figure: {tmp_path / 'new' / 'depth.svg'}"
+    figure = ElementTree.parse(tmp_path / "new" / "depth.svg").getroot()
+    assert len(figure.findall("{http://www.w3.org/2000/svg}polyline")) == 2
