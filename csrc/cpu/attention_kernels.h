@@ -8,6 +8,7 @@
 #include "cpu/attention.h"
 #include "cpu/exp2.h"
 #include "cpu/gemm.h"
+#include "cpu/scratch.h"
 
 namespace overtone::OVERTONE_LEVEL {
 
@@ -18,27 +19,6 @@ constexpr double kLog2E = 1.4426950408889634074;
 
 template <class A>
 constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
-
-// Scratch memory of one work item, aligned to a cache line; one allocation serves all its parts.
-template <class A>
-class Scratch {
- public:
-  explicit Scratch(int64_t size) : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))) {}
-  ~Scratch() { ::operator delete(memory_, std::align_val_t{64}); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  A* take(int64_t size) {
-    A* part = memory_ + used_;
-    used_ += padded(size);
-    return part;
-  }
-  static constexpr int64_t padded(int64_t size) { return padded_to(size, 64 / static_cast<int64_t>(sizeof(A))); }
-
- private:
-  A* memory_;
-  int64_t used_ = 0;
-};
 
 // Rows of a matrix in memory: any element type, any strides.
 struct MatrixRows {

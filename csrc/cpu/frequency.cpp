@@ -78,7 +78,8 @@ ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType
 template <class Body>
 void for_items(const FrequencyShape& shape, const Body& body) {
   constexpr int64_t kElementsPerTask = 32768;
-  const int64_t grain = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, shape.tokens * kChannelBlock));
+  const int64_t grain = std::max<int64_t>(
+      1, kElementsPerTask / std::max<int64_t>(1, shape.tokens * shape.blocks_per_item() * kChannelBlock));
   if (shape.items() > 0) {
     torch::stable::parallel_for(0, shape.items(), grain, body);
   }
@@ -120,8 +121,8 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  std::vector<double> low_squared(call.shape.items());
-  std::vector<double> high_squared(call.shape.items());
+  std::vector<double> low_squared(call.shape.samples * call.shape.blocks());
+  std::vector<double> high_squared(low_squared.size());
   call.low_squared = low_squared.data();
   call.high_squared = high_squared.data();
   const auto& run = kernels(op);

@@ -1,8 +1,8 @@
 // What the frequency kernels of every ISA level compute, and how the ops in frequency.cpp call them.
 //
-// All work is per channel: a sample's tokens are read in blocks of kChannelBlock channels, and every block is one
-// work item. A channel's sums never meet another channel's, so the result is the same bit for bit however the items
-// are spread over threads.
+// All work is per channel: a sample's tokens are summed in blocks of kChannelBlock channels, and a work item is a range
+// of blocks of one sample. A channel's sums never meet another channel's, so the result is the same bit for bit however
+// the work is cut into items and the items are spread over threads.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,13 @@ struct FrequencyShape {
   int64_t channels = 0;
 
   int64_t blocks() const { return (channels + kChannelBlock - 1) / kChannelBlock; }
-  int64_t items() const { return samples * blocks(); }
+
+  // Whole rows are read and written fastest; a few samples are cut into blocks, so that there is work for every thread.
+  int64_t blocks_per_item() const { return samples >= 8 ? blocks() : 1; }
+  int64_t items_per_sample() const {
+    return channels == 0 ? 0 : (blocks() + blocks_per_item() - 1) / blocks_per_item();
+  }
+  int64_t items() const { return samples * items_per_sample(); }
 };
 
 // Partial sums of the norms: [samples][blocks] of Σ_c n·mean_c² and Σ_c Σ_i (x_ic − mean_c)².

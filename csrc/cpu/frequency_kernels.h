@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cpu/frequency.h"
+#include "cpu/scratch.h"
 #include "cpu/simd.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -19,9 +20,9 @@ struct ChannelBlock {
   int64_t begin;
   int width;
 
-  ChannelBlock(const FrequencyShape& shape, int64_t item)
-      : sample(item / shape.blocks()),
-        index(item % shape.blocks()),
+  ChannelBlock(const FrequencyShape& shape, int64_t sample, int64_t index)
+      : sample(sample),
+        index(index),
         begin(index * kChannelBlock),
         width(static_cast<int>(std::min(kChannelBlock, shape.channels - begin))) {}
 
@@ -209,47 +210,70 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
   call.high_squared[slot] = sum_of_lanes<A>(high);
 }
 
+// y = low + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes down to.
+template <class A>
+struct RowMap {
+  Scratch<A> memory;
+  A* mean;
+  A* rest;  // of the mean, beyond A's precision
+  A* low;
+  A* high;
+
+  explicit RowMap(int64_t channels) : memory(4 * Scratch<A>::padded(padded_to(channels, kChannelBlock))) {
+    for (A** part : {&mean, &rest, &low, &high}) {
+      *part = memory.take(padded_to(channels, kChannelBlock));
+    }
+  }
+
+  // Fills in one block: low(v) and high(v) give the vectors.
+  template <class Low, class High>
+  OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low_at, High high_at) {
+    for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
+      const int64_t channel = block.begin + v * kLanes<A>;
+      store_full(block_mean.value[v], mean + channel);
+      store_full(block_mean.rest[v], rest + channel);
+      store_full<A>(low_at(v), low + channel);
+      store_full<A>(high_at(v), high + channel);
+    }
+  }
+
+  // Channels [begin, end) of a sample, row by row.
+  template <class T>
+  void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
+             T* out) const {
+    const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
+    out += sample * valid.tokens * channels;
+    for (int64_t row = 0; row < valid.tokens; ++row) {
+      if (!valid[row]) {
+        std::memset(static_cast<void*>(out + row * channels + begin), 0, (end - begin) * sizeof(T));
+        continue;
+      }
+      const T* token = tokens + row * x.token_stride;
+      for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
+        const Vector<A> value = load(token + channel * x.channel_stride, x.channel_stride, lanes);
+        const Vector<A> centred = (value - load_full(mean + channel)) - load_full(rest + channel);
+        store(load_full(low + channel) + load_full(high + channel) * centred, out + row * channels + channel, lanes);
+      }
+    }
+  }
+};
+
 template <class T, bool kPacked>
-void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumulator<T>>& block) {
+void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumulator<T>>& block,
+                          RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
-  const BlockRows<T, kPacked> x(call.x, block);
-  const BlockOutput<T, kPacked> grad_x(call.grad_x, call.shape, block);
-  const ValidTokens valid(call.mask, call.shape, block.sample);
-  const BlockMean<A> mean(x, valid);
+  const BlockMean<A> mean(BlockRows<T, kPacked>(call.x, block), ValidTokens(call.mask, call.shape, block.sample));
   const A low_scale = static_cast<A>(call.low_scale[block.sample]);
   const A high_scale = static_cast<A>(call.high_scale[block.sample]);
-
-  for (int64_t row = 0; row < valid.tokens; ++row) {
-    if (!valid[row]) {
-      grad_x.zero_row(row);
-      continue;
-    }
-    for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
-      grad_x.store(low_scale * mean.value[v] + high_scale * mean.centre(x.load(row, v), v), row, v);
-    }
-  }
+  map.set(block, mean, [&](int v) { return low_scale * mean.value[v]; }, [&](int) { return broadcast(high_scale); });
 }
 
-// Applies the filter with the mean over all valid tokens. It is its own adjoint, so backward uses it too.
-template <class T, bool kPacked>
-OVERTONE_INLINE void filter_by_mean(const BlockRows<T, kPacked>& x, const BlockMean<Accumulator<T>>& mean,
-                                    const ValidTokens& valid, const BlockGain<Accumulator<T>>& low,
-                                    const BlockGain<Accumulator<T>>& high, const BlockOutput<T, kPacked>& y) {
-  using A = Accumulator<T>;
-  constexpr int kVectors = ChannelBlock<A>::kVectors;
-  BlockVectors<A> low_part;
-  for (int v = 0; v < kVectors; ++v) {
-    low_part[v] = low.value[v] * mean.value[v];
-  }
-  for (int64_t row = 0; row < valid.tokens; ++row) {
-    if (!valid[row]) {
-      y.zero_row(row);
-      continue;
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      y.store(low_part[v] + high.value[v] * mean.centre(x.load(row, v), v), row, v);
-    }
-  }
+// The filter with the mean over all valid tokens is its own adjoint, so backward uses it too.
+template <class A>
+OVERTONE_INLINE void set_filter(RowMap<A>& map, const ChannelBlock<A>& block, const BlockMean<A>& mean,
+                                const BlockGain<A>& low, const BlockGain<A>& high) {
+  map.set(block, mean, [&](int v) { return low.value[v] * mean.value[v]; }, [&](int v) { return high.value[v]; });
 }
 
 // Visits the valid tokens in order: visit(row, v, x, LFC, HFC) with the running mean. Masked rows go to skip(row).
@@ -278,17 +302,18 @@ OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const Vali
 }
 
 template <class T, bool kPacked>
-void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumulator<T>>& block) {
+void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumulator<T>>& block,
+                          RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
   const BlockRows<T, kPacked> x(call.x, block);
-  const BlockOutput<T, kPacked> y(call.y, call.shape, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockGain<A> low(call.low, block);
   const BlockGain<A> high(call.high, block);
   if (!call.causal) {
-    filter_by_mean(x, BlockMean<A>(x, valid), valid, low, high, y);
+    set_filter(map, block, BlockMean<A>(x, valid), low, high);
     return;
   }
+  const BlockOutput<T, kPacked> y(call.y, call.shape, block);
   for_running_mean(
       x, valid,
       [&](int64_t row, int v, Vector<A> low_part, Vector<A> high_part) {
@@ -360,28 +385,26 @@ OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kPacked>& x, const B
 }
 
 template <class T, bool kPacked>
-void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumulator<T>>& block) {
+void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumulator<T>>& block,
+                           RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
   const BlockRows<T, kPacked> grad_y(call.grad_y, block);
   const BlockRows<T, kPacked> x(call.grad_low == nullptr ? call.grad_y : call.x, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockGain<A> low(call.low, block);
   const BlockGain<A> high(call.high, block);
-  const BlockOutput<T, kPacked> grad_x(call.grad_x, call.shape, block);
   BlockSums<A> grad_low;
   BlockSums<A> grad_high;
   if (call.causal) {
     if (call.grad_x != nullptr) {
-      causal_adjoint(grad_y, valid, low, high, grad_x);
+      causal_adjoint(grad_y, valid, low, high, BlockOutput<T, kPacked>(call.grad_x, call.shape, block));
     }
     if (call.grad_low != nullptr) {
       causal_gain_gradients(x, grad_y, valid, grad_low, grad_high);
     }
   } else {
     const BlockMean<A> grad_mean(grad_y, valid);
-    if (call.grad_x != nullptr) {
-      filter_by_mean(grad_y, grad_mean, valid, low, high, grad_x);
-    }
+    set_filter(map, block, grad_mean, low, high);
     if (call.grad_low != nullptr) {
       mean_gain_gradients(x, grad_y, grad_mean, valid, grad_low, grad_high);
     }
@@ -393,46 +416,94 @@ void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumu
   }
 }
 
-// Chooses the packed form where every tensor read has consecutive channels and the block is full.
-#define OVERTONE_FOR_BLOCKS(function, channels_are_consecutive)         \
-  template <class T, class Call>                                        \
-  void function##_items(const Call& call, int64_t begin, int64_t end) { \
-    for (int64_t item = begin; item < end; ++item) {                    \
-      const ChannelBlock<Accumulator<T>> block(call.shape, item);       \
-      if (block.width == kChannelBlock && (channels_are_consecutive)) { \
-        function##_block<T, true>(call, block);                         \
-      } else {                                                          \
-        function##_block<T, false>(call, block);                        \
-      }                                                                 \
-    }                                                                   \
-  }                                                                     \
-  template <class Call>                                                 \
-  void function(const Call& call, int64_t begin, int64_t end) {         \
-    switch (call.type) {                                                \
-      case ElementType::float32:                                        \
-        return function##_items<float>(call, begin, end);               \
-      case ElementType::float64:                                        \
-        return function##_items<double>(call, begin, end);              \
-      case ElementType::bfloat16:                                       \
-        return function##_items<BFloat16>(call, begin, end);            \
-      case ElementType::float16:                                        \
-        return function##_items<Half>(call, begin, end);                \
-    }                                                                   \
+// Calls block(sample, first block, last block, …) for the blocks of work items [begin, end).
+template <class Body>
+OVERTONE_INLINE void for_item_blocks(const FrequencyShape& shape, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t first = item % shape.items_per_sample() * shape.blocks_per_item();
+    body(item / shape.items_per_sample(), first, std::min(first + shape.blocks_per_item(), shape.blocks()));
+  }
+}
+
+// Whether a block can be read in whole vectors of consecutive channels.
+template <class A>
+bool is_packed(const ChannelBlock<A>& block, const Tokens& tokens) {
+  return block.width == kChannelBlock && tokens.channel_stride == 1;
+}
+
+template <class T>
+void norms_forward_items(const NormsForward& call, int64_t begin, int64_t end) {
+  for_item_blocks(call.shape, begin, end, [&](int64_t sample, int64_t first, int64_t last) {
+    for (int64_t index = first; index < last; ++index) {
+      const ChannelBlock<Accumulator<T>> block(call.shape, sample, index);
+      is_packed(block, call.x) ? norms_forward_block<T, true>(call, block) : norms_forward_block<T, false>(call, block);
+    }
+  });
+}
+
+// First every block's sums, then one pass over whole rows, which by then are in the second-level cache.
+template <class T, class Call, class Block>
+OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, void* out, int64_t begin, int64_t end,
+                               const Block& run_block) {
+  RowMap<Accumulator<T>> map(call.shape.channels);
+  for_item_blocks(call.shape, begin, end, [&](int64_t sample, int64_t first, int64_t last) {
+    for (int64_t index = first; index < last; ++index) {
+      run_block(ChannelBlock<Accumulator<T>>(call.shape, sample, index), map);
+    }
+    if (out != nullptr) {
+      map.template apply<T>(tokens, sample, ValidTokens(call.mask, call.shape, sample), first * kChannelBlock,
+                            std::min(last * kChannelBlock, call.shape.channels), call.shape.channels,
+                            static_cast<T*>(out));
+    }
+  });
+}
+
+template <class T>
+void norms_backward_items(const NormsBackward& call, int64_t begin, int64_t end) {
+  map_items<T>(call, call.x, call.grad_x, begin, end, [&](const auto& block, auto& map) {
+    is_packed(block, call.x) ? norms_backward_block<T, true>(call, block, map)
+                             : norms_backward_block<T, false>(call, block, map);
+  });
+}
+
+template <class T>
+void filter_forward_items(const FilterForward& call, int64_t begin, int64_t end) {
+  map_items<T>(call, call.x, call.causal ? nullptr : call.y, begin, end, [&](const auto& block, auto& map) {
+    is_packed(block, call.x) ? filter_forward_block<T, true>(call, block, map)
+                             : filter_forward_block<T, false>(call, block, map);
+  });
+}
+
+template <class T>
+void filter_backward_items(const FilterBackward& call, int64_t begin, int64_t end) {
+  map_items<T>(call, call.grad_y, call.causal ? nullptr : call.grad_x, begin, end, [&](const auto& block, auto& map) {
+    const bool packed = is_packed(block, call.grad_y) && (call.grad_low == nullptr || is_packed(block, call.x));
+    packed ? filter_backward_block<T, true>(call, block, map) : filter_backward_block<T, false>(call, block, map);
+  });
+}
+
+#define OVERTONE_FOR_TYPES(function, Call)                             \
+  inline void function(const Call& call, int64_t begin, int64_t end) { \
+    switch (call.type) {                                               \
+      case ElementType::float32:                                       \
+        return function##_items<float>(call, begin, end);              \
+      case ElementType::float64:                                       \
+        return function##_items<double>(call, begin, end);             \
+      case ElementType::bfloat16:                                      \
+        return function##_items<BFloat16>(call, begin, end);           \
+      case ElementType::float16:                                       \
+        return function##_items<Half>(call, begin, end);               \
+    }                                                                  \
   }
 
-OVERTONE_FOR_BLOCKS(norms_forward, call.x.channel_stride == 1)
-OVERTONE_FOR_BLOCKS(norms_backward, call.x.channel_stride == 1)
-OVERTONE_FOR_BLOCKS(filter_forward, call.x.channel_stride == 1)
-OVERTONE_FOR_BLOCKS(filter_backward,
-                    call.grad_y.channel_stride == 1 && (call.grad_low == nullptr || call.x.channel_stride == 1))
-#undef OVERTONE_FOR_BLOCKS
+OVERTONE_FOR_TYPES(norms_forward, NormsForward)
+OVERTONE_FOR_TYPES(norms_backward, NormsBackward)
+OVERTONE_FOR_TYPES(filter_forward, FilterForward)
+OVERTONE_FOR_TYPES(filter_backward, FilterBackward)
+#undef OVERTONE_FOR_TYPES
 
 extern const FrequencyKernels frequency_kernels = {
-    OVERTONE_LEVEL_NAME,
-    &norms_forward<NormsForward>,
-    &norms_backward<NormsBackward>,
-    &filter_forward<FilterForward>,
-    &filter_backward<FilterBackward>,
+    OVERTONE_LEVEL_NAME, &norms_forward, &norms_backward, &filter_forward, &filter_backward,
 };
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -4,6 +4,7 @@
 // product (scaling, a residual, a sum, rounding) happens while the value is still in a register.
 #pragma once
 
+#include "cpu/scratch.h"
 #include "cpu/simd.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -21,8 +22,6 @@ inline constexpr int kTileRows = kVectors == 2 ? 6 : 8;
 
 // Buffers whose rows serve as tile rows are padded to a multiple of this (of 6, of 8 and of every vector length).
 constexpr int64_t kRowPadding = 48;
-
-constexpr int64_t padded_to(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
 // How a row of `left` vectors is cut: as few narrow tiles as possible (13 = 4 + 3 + 3 + 3, not 4 + 4 + 4 + 1).
 OVERTONE_INLINE int next_tile_width(int left) {

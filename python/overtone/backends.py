@@ -47,6 +47,10 @@ class _Choice:
     forced: str | None = None
 
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_NO_TRITON = "the package triton is not installed"
+
+
 def triton_interprets() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on CPU tensors, in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,8 +64,8 @@ def _cpu_status() -> BackendStatus:
 
 
 def _triton_status() -> BackendStatus:
-    if importlib.util.find_spec("triton") is None:
-        return BackendStatus(False, "the package triton is not installed")
+    if not _HAS_TRITON:
+        return BackendStatus(False, _NO_TRITON)
     if triton_interprets():
         return BackendStatus(True, "Triton's interpreter on CPU tensors (TRITON_INTERPRET=1): for tests, slow")
     if not torch.cuda.is_available():
@@ -128,12 +132,10 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
     if tensor.dtype not in dtypes:
         return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
-    if not torch.compiler.is_compiling():
-        status = _STATUS[name]()
-        if not status.available:
-            return status.detail
-    elif name == "cpu" and _extension.native is None:
+    if name == "cpu" and _extension.native is None:
         return _extension.why_missing
+    if name == "triton" and not _HAS_TRITON:
+        return _NO_TRITON
     return None
 
 

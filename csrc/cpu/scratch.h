@@ -1,0 +1,32 @@
+// Scratch memory of one work item. Our own class, and no std::vector: its inline functions, compiled for AVX-512 here,
+// could be the copy that the linker keeps for everyone.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+constexpr int64_t padded_to(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+// Aligned to a cache line; one allocation serves all parts.
+template <class A>
+class Scratch {
+ public:
+  explicit Scratch(int64_t size) : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))) {}
+  ~Scratch() { ::operator delete(memory_, std::align_val_t{64}); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  A* take(int64_t size) {
+    A* part = memory_ + used_;
+    used_ += padded(size);
+    return part;
+  }
+  static constexpr int64_t padded(int64_t size) { return padded_to(size, 64 / static_cast<int64_t>(sizeof(A))); }
+
+ private:
+  A* memory_;
+  int64_t used_ = 0;
+};
+
+}  // namespace overtone::OVERTONE_LEVEL
