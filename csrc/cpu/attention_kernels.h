@@ -64,21 +64,46 @@ OVERTONE_INLINE void with_type(ElementType type, const F& f) {
   }
 }
 
-// rows × width, widened and scaled, rows `ld` apart; columns up to `ld` and rows up to `padded_rows` are zero.
+// rows × width, widened, rows `ld` apart; columns up to `ld` are zero.
 template <class A>
-void pack_rows(const MatrixRows& source, int64_t rows, int64_t padded_rows, int64_t width, A scale, A* out,
-               int64_t ld) {
+void pack_rows(const MatrixRows& source, int64_t rows, int64_t width, A* out, int64_t ld) {
   with_type<A>(source.type, [&](auto element) {
     using T = decltype(element);
+    const int64_t whole = source.column_stride == 1 ? width / kLanes<A> * kLanes<A> : 0;
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < ld; j += kLanes<A>) {
+      int64_t j = 0;
+      for (; j < whole; j += kLanes<A>) {
+        store_full(load_full(source.at<T>(i, j)), out + i * ld + j);
+      }
+      for (; j < ld; j += kLanes<A>) {
         const int lanes = static_cast<int>(std::clamp<int64_t>(width - j, 0, kLanes<A>));
-        const Vector<A> v = lanes == 0 ? Vector<A>{} : load(source.at<T>(i, j), source.column_stride, lanes);
-        store_full(v * scale, out + i * ld + j);
+        store_full(lanes == 0 ? Vector<A>{} : load(source.at<T>(i, j), source.column_stride, lanes), out + i * ld + j);
       }
     }
   });
-  std::fill(out + rows * ld, out + padded_rows * ld, A{0});
+}
+
+// A square of `rows` × `columns` elements of a matrix, transposed; zeros fill it up.
+template <class T>
+OVERTONE_INLINE void load_transposed(const MatrixRows& source, int64_t row, int64_t column, int rows, int columns,
+                                     Vector<Accumulator<T>> (&square)[kLanes<Accumulator<T>>]) {
+  using A = Accumulator<T>;
+  constexpr int kSize = kLanes<A>;
+  if (rows == kSize && columns == kSize && source.column_stride == 1) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      square[i] = load_full(source.at<T>(row + i, column));
+    }
+  } else {
+    A elements[kSize][kSize] = {};
+    for (int i = 0; i < rows; ++i) {
+      for (int j = 0; j < columns; ++j) {
+        elements[i][j] = widen(*source.at<T>(row + i, column + j));
+      }
+    }
+    std::memcpy(square, elements, sizeof elements);
+  }
+  transpose_square<A>(square);
 }
 
 // The transpose: width × rows, rows `ld` apart; columns from `rows` up to `ld` are zero.
@@ -86,17 +111,17 @@ template <class A>
 void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out, int64_t ld) {
   constexpr int kSize = kLanes<A>;
   with_type<A>(source.type, [&](auto element) {
-    using T = decltype(element);
     for (int64_t i = 0; i < ld; i += kSize) {
       for (int64_t j = 0; j < width; j += kSize) {
-        const int lanes = static_cast<int>(std::min<int64_t>(kSize, width - j));
+        const int square_rows = static_cast<int>(std::clamp<int64_t>(rows - i, 0, kSize));
+        const int columns = static_cast<int>(std::min<int64_t>(kSize, width - j));
         Vector<A> square[kSize];
-        for (int row = 0; row < kSize; ++row) {
-          square[row] = i + row < rows ? load(source.at<T>(i + row, j), source.column_stride, lanes) : Vector<A>{};
-        }
-        transpose_square<A>(square);
-        for (int column = 0; column < lanes; ++column) {
-          store_full(square[column], out + (j + column) * ld + i);
+        load_transposed<decltype(element)>(source, i, j, square_rows, columns, square);
+        OVERTONE_UNROLL
+        for (int column = 0; column < kSize; ++column) {
+          if (column < columns) {
+            store_full(square[column], out + (j + column) * ld + i);
+          }
         }
       }
     }
@@ -126,23 +151,26 @@ void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A sca
   });
 }
 
+// Rows as products read them: as they lie in memory where that is as good, otherwise packed into `scratch`. Many rows
+// far apart are not: read again and again, they would miss the TLB.
 template <class A>
-OVERTONE_INLINE A largest_lane(Vector<A> v) {
-  A largest = v[0];
-  for (int lane = 1; lane < kLanes<A>; ++lane) {
-    largest = v[lane] > largest ? v[lane] : largest;
-  }
-  return largest;
-}
+struct ProductRows {
+  const A* data;
+  int64_t ld;
 
-template <class A>
-OVERTONE_INLINE A sum_of_lanes(Vector<A> v) {
-  A total = v[0];
-  for (int lane = 1; lane < kLanes<A>; ++lane) {
-    total += v[lane];
+  ProductRows(const MatrixRows& source, int64_t rows, int64_t width, A* scratch) {
+    constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
+    const bool is_near = rows <= kStrip || source.row_stride == width;
+    if (source.type == kType && source.column_stride == 1 && width % kLanes<A> == 0 && is_near) {
+      data = static_cast<const A*>(source.data);
+      ld = source.row_stride;
+    } else {
+      ld = padded_to(width, kLanes<A>);
+      pack_rows(source, rows, width, scratch, ld);
+      data = scratch;
+    }
   }
-  return total;
-}
+};
 
 // What the mask does to one row of logits (base 2): adds the bias, and −inf where a key takes no part.
 template <class A>
@@ -210,39 +238,38 @@ void attention_forward_item(const AttentionForward& call, int64_t image, int64_t
                             int64_t last_query) {
   const AttentionShape& shape = call.shape;
   const int64_t width = shape.width;
-  const int64_t padded_keys = padded_to(shape.keys, kRowPadding);
+  const int64_t padded_keys = padded_to(shape.keys, kLanes<A>);
   const int64_t padded_width = padded_to(width, kLanes<A>);
   const int64_t block = std::min(padded_keys, kKeyBlock);
   const int vectors = static_cast<int>(padded_width / kLanes<A>);
   Scratch<A> scratch(Scratch<A>::padded(width * padded_keys) + Scratch<A>::padded(shape.keys * padded_width) +
                      Scratch<A>::padded(kStrip * block) + 2 * Scratch<A>::padded(kStrip * padded_width));
-  A* keys = scratch.take(width * padded_keys);          // [width][padded_keys]
-  A* values = scratch.take(shape.keys * padded_width);  // [keys][padded_width]
-  A* scores = scratch.take(kStrip * block);             // [strip][block]
-  A* queries = scratch.take(kStrip * padded_width);     // [strip][padded_width]
-  A* outputs = scratch.take(kStrip * padded_width);     // [strip][padded_width]
+  A* keys = scratch.take(width * padded_keys);                 // [width][padded_keys]
+  A* packed_values = scratch.take(shape.keys * padded_width);  // [keys][padded_width]
+  A* scores = scratch.take(kStrip * block);                    // [strip][block]
+  A* packed_queries = scratch.take(kStrip * padded_width);     // [strip][padded_width]
+  A* outputs = scratch.take(kStrip * padded_width);            // [strip][padded_width]
   pack_columns(head_rows(call.key, call.type, image, head, 0), shape.keys, width, keys, padded_keys);
-  pack_rows(head_rows(call.value, call.type, image, head, 0), shape.keys, shape.keys, width, A{1}, values,
-            padded_width);
+  const ProductRows<A> values(head_rows(call.value, call.type, image, head, 0), shape.keys, width, packed_values);
 
   const A scale = static_cast<A>(call.scale * kLog2E);
   for (int64_t first = first_query; first < last_query; first += kStrip) {
     const int64_t rows = std::min(kStrip, last_query - first);
-    pack_rows(head_rows(call.query, call.type, image, head, first), rows, rows, width, A{1}, queries, padded_width);
+    const ProductRows<A> queries(head_rows(call.query, call.type, image, head, first), rows, width, packed_queries);
     const int64_t last_key = call.mask.causal ? std::min(shape.keys, first + rows) : shape.keys;
     SoftmaxRow<A> softmax[kStrip];
     for (int64_t key = 0; key < last_key; key += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, last_key - key);
       const int64_t padded = padded_to(count, kLanes<A>);
       gemm<A, Operand::rows, Layout::row_major>(
-          rows, static_cast<int>(padded / kLanes<A>), width, queries, padded_width, keys + key, padded_keys,
+          rows, static_cast<int>(padded / kLanes<A>), width, queries.data, queries.ld, keys + key, padded_keys,
           [&](int64_t row, int v, Vector<A> sum) { store_full(sum * scale, scores + row * block + v * kLanes<A>); });
       for (int64_t row = 0; row < rows; ++row) {
         MaskRow<A>(call.mask, image, head, first + row, shape.keys).apply(scores + row * block, key, count, padded);
         softmax[row].absorb(scores + row * block, padded);
       }
-      gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, scores, block, values + key * padded_width,
-                                                padded_width, [&](int64_t row, int v, Vector<A> sum) {
+      gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, scores, block, values.data + key * values.ld,
+                                                values.ld, [&](int64_t row, int v, Vector<A> sum) {
                                                   A* out = outputs + row * padded_width + v * kLanes<A>;
                                                   if (key > 0) {
                                                     sum += load_full(out) * softmax[row].rescale;
@@ -353,21 +380,20 @@ void basis_backward_items(const BasisBackward& call, int64_t begin, int64_t end)
   const int64_t padded_channels = padded_to(shape.channels, kLanes<A>);
   Scratch<A> scratch(Scratch<A>::padded(kDepth * kTokenBlock) + Scratch<A>::padded(kDepth * padded_channels) +
                      Scratch<A>::padded(kTokenBlock * padded_channels));
-  A* block = scratch.take(kDepth * kTokenBlock);          // [depth][features of this item]
-  A* gradients = scratch.take(kDepth * padded_channels);  // [depth][padded_channels]
-  A* sums = scratch.take(kTokenBlock * padded_channels);  // [features of this item][padded_channels]
+  A* block = scratch.take(kDepth * kTokenBlock);                 // [depth][features of this item]
+  A* packed_gradients = scratch.take(kDepth * padded_channels);  // [depth][padded_channels]
+  A* sums = scratch.take(kTokenBlock * padded_channels);         // [features of this item][padded_channels]
   for (int64_t item = begin; item < end; ++item) {
     const int64_t first = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, features - first);
     std::fill(sums, sums + kTokenBlock * padded_channels, A{0});
     for (int64_t token = 0; token < tokens; token += kDepth) {
       const int64_t depth = std::min(kDepth, tokens - token);
-      pack_rows(buffer_rows<A>(call.heads, token * features + first, features), depth, depth, rows, A{1}, block,
-                kTokenBlock);
-      pack_rows(buffer_rows<A>(call.grad_y, token * shape.channels, shape.channels), depth, depth, shape.channels, A{1},
-                gradients, padded_channels);
+      pack_rows(buffer_rows<A>(call.heads, token * features + first, features), depth, rows, block, kTokenBlock);
+      const ProductRows<A> gradients(buffer_rows<A>(call.grad_y, token * shape.channels, shape.channels), depth,
+                                     shape.channels, packed_gradients);
       gemm<A, Operand::columns, Layout::row_major>(rows, static_cast<int>(padded_channels / kLanes<A>), depth, block,
-                                                   kTokenBlock, gradients, padded_channels,
+                                                   kTokenBlock, gradients.data, gradients.ld,
                                                    [&](int64_t row, int v, Vector<A> sum) {
                                                      A* out = sums + row * padded_channels + v * kLanes<A>;
                                                      store_full(load_full(out) + sum, out);
@@ -400,14 +426,14 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
                      3 * padded(kStrip * padded_width) + padded(shape.queries * padded_width));
   A* keys_across = scratch.take(width * block);         // [width][block]
   A* values_across = scratch.take(width * block);       // [width][block]
-  A* keys = scratch.take(block * padded_width);         // [block][padded_width]
+  A* packed_keys = scratch.take(block * padded_width);  // [block][padded_width]
   A* grad_keys = scratch.take(block * padded_width);    // [block][padded_width]
   A* grad_values = scratch.take(block * padded_width);  // [block][padded_width]
   A* weights = scratch.take(kStrip * block);            // [strip][block]: P
   A* grad_logits = scratch.take(kStrip * block);        // [strip][block]: ∂L/∂logits
-  A* queries = scratch.take(kStrip * padded_width);
-  A* grads = scratch.take(kStrip * padded_width);    // ∂L/∂O of the strip
-  A* outputs = scratch.take(kStrip * padded_width);  // O of the strip
+  A* packed_queries = scratch.take(kStrip * padded_width);
+  A* packed_grads = scratch.take(kStrip * padded_width);    // ∂L/∂O of the strip
+  A* packed_outputs = scratch.take(kStrip * padded_width);  // O of the strip
   A* grad_queries = scratch.take(shape.queries * padded_width);
   std::fill(grad_queries, grad_queries + shape.queries * padded_width, A{0});
 
@@ -421,7 +447,7 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
     const MatrixRows key_rows = head_rows(call.key, call.type, image, head, key);
     pack_columns(key_rows, count, width, keys_across, block);
     pack_columns(head_rows(call.value, call.type, image, head, key), count, width, values_across, block);
-    pack_rows(key_rows, count, count, width, A{1}, keys, padded_width);
+    const ProductRows<A> keys(key_rows, count, width, packed_keys);
     std::fill(grad_keys, grad_keys + block * padded_width, A{0});
     std::fill(grad_values, grad_values + block * padded_width, A{0});
     const int score_vectors = static_cast<int>(row_padded / kLanes<A>);
@@ -430,11 +456,11 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
       const int64_t rows = std::min(kStrip, shape.queries - first);
       const MatrixRows strip = head_rows(call.query, call.type, image, head, first);
       const int64_t offset = corner + first * features;
-      pack_rows(strip, rows, kStrip, width, A{1}, queries, padded_width);
-      pack_rows(buffer_rows<A>(call.grad_heads, offset, features), rows, kStrip, width, A{1}, grads, padded_width);
-      pack_rows(buffer_rows<A>(call.heads, offset, features), rows, kStrip, width, A{1}, outputs, padded_width);
-      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, queries, padded_width, keys_across, block,
-                                                [&](int64_t row, int v, Vector<A> sum) {
+      const ProductRows<A> queries(strip, rows, width, packed_queries);
+      const ProductRows<A> grads(buffer_rows<A>(call.grad_heads, offset, features), rows, width, packed_grads);
+      const ProductRows<A> outputs(buffer_rows<A>(call.heads, offset, features), rows, width, packed_outputs);
+      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, queries.data, queries.ld, keys_across,
+                                                block, [&](int64_t row, int v, Vector<A> sum) {
                                                   store_full(sum * logit_scale, weights + row * block + v * kLanes<A>);
                                                 });
       for (int64_t row = 0; row < rows; ++row) {
@@ -450,10 +476,10 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
       A row_dots[kStrip] = {};
       for (int64_t j = 0; j < width; ++j) {
         for (int64_t row = 0; row < rows; ++row) {
-          row_dots[row] += grads[row * padded_width + j] * outputs[row * padded_width + j];
+          row_dots[row] += grads.data[row * grads.ld + j] * outputs.data[row * outputs.ld + j];
         }
       }
-      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, grads, padded_width, values_across, block,
+      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, grads.data, grads.ld, values_across, block,
                                                 [&](int64_t row, int v, Vector<A> sum) {
                                                   const int64_t j = row * block + v * kLanes<A>;
                                                   store_full(load_full(weights + j) * (sum - row_dots[row]),
@@ -473,15 +499,15 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
         };
       };
       if (call.grad_value.data != nullptr) {
-        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, weights, block, grads, padded_width,
+        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, weights, block, grads.data, grads.ld,
                                                      add_to(grad_values));
       }
       if (call.grad_key.data != nullptr) {
-        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, grad_logits, block, queries, padded_width,
+        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, grad_logits, block, queries.data, queries.ld,
                                                      add_to(grad_keys));
       }
       if (call.grad_query.data != nullptr) {
-        gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, grad_logits, block, keys, padded_width,
+        gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, grad_logits, block, keys.data, keys.ld,
                                                   add_to(grad_queries + first * padded_width));
       }
     }

@@ -9,17 +9,19 @@ template <class A>
 struct FloatBits;
 template <>
 struct FloatBits<float> {
-  using Integer = int32_t;
+  using Integer = uint32_t;
   static constexpr int kMantissa = 23;
-  static constexpr float kLowest = -126.0F;  // below, 2^x is subnormal: taken as zero
+  static constexpr float kRounding = 12582912.0F;  // 1.5 · 2^23: adding and subtracting it rounds to an integer
+  static constexpr float kLowest = -126.0F;        // below, 2^x is subnormal: taken as zero
   // Taylor coefficients of 2^f on [−1/2, 1/2]: (ln 2)^k / k!
   static constexpr float kSeries[] = {1.0F,           0.693147182F,   0.240226507F,    0.0555041087F,
                                       0.00961812911F, 0.00133335581F, 0.000154035304F, 1.52527338e-05F};
 };
 template <>
 struct FloatBits<double> {
-  using Integer = int64_t;
+  using Integer = uint64_t;
   static constexpr int kMantissa = 52;
+  static constexpr double kRounding = 6755399441055744.0;  // 1.5 · 2^52
   static constexpr double kLowest = -1022.0;
   static constexpr double kSeries[] = {1.0,
                                        0.69314718055994530942,
@@ -36,21 +38,20 @@ struct FloatBits<double> {
                                        2.5678435993488205142e-11};
 };
 
+// power · 2^n for the integers n nearest to x; zero where 2^x would be subnormal (making one is slow), NaN for NaN.
 template <class A>
-OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
+OVERTONE_INLINE Vector<A> scale_by_power_of_two(Vector<A> power, Vector<A> n, Vector<A> x) {
   using Bits = FloatBits<A>;
-  typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
-  constexpr int kTerms = sizeof(Bits::kSeries) / sizeof(A);
-  // Adding 1.5 · 2^mantissa rounds to the nearest integer and leaves it in the low bits.
-  const A magic = static_cast<A>(int64_t{3} << (Bits::kMantissa - 1));
-  const Vector<A> clamped = x < Bits::kLowest ? broadcast<A>(Bits::kLowest) : x;
-  const Vector<A> shifted = clamped + magic;
-  const Vector<A> fraction = clamped - (shifted - magic);
-  Vector<A> power = broadcast<A>(Bits::kSeries[kTerms - 1]);
-  OVERTONE_UNROLL
-  for (int k = kTerms - 2; k >= 0; --k) {
-    power = power * fraction + Bits::kSeries[k];
+#if OVERTONE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<A, float>) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(Bits::kLowest), _CMP_NLT_UQ), power, n);
+  } else {
+    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, broadcast(Bits::kLowest), _CMP_NLT_UQ), power, n);
   }
+#else
+  typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
+  // Adding 1.5 · 2^mantissa leaves the integer in the low bits.
+  const Vector<A> shifted = n + Bits::kRounding;
   Integers exponent;
   std::memcpy(&exponent, &shifted, sizeof exponent);
   Integers bits;
@@ -58,8 +59,23 @@ OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   bits += exponent << Bits::kMantissa;
   Vector<A> result;
   std::memcpy(&result, &bits, sizeof result);
-  result = x < Bits::kLowest ? Vector<A>{} : result;
-  return x == x ? result : x;
+  result = x == x ? result : x;
+  return x < Bits::kLowest ? Vector<A>{} : result;
+#endif
+}
+
+template <class A>
+OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
+  using Bits = FloatBits<A>;
+  constexpr int kTerms = sizeof(Bits::kSeries) / sizeof(A);
+  const Vector<A> n = (x + Bits::kRounding) - Bits::kRounding;
+  const Vector<A> fraction = x - n;
+  Vector<A> power = broadcast<A>(Bits::kSeries[kTerms - 1]);
+  OVERTONE_UNROLL
+  for (int k = kTerms - 2; k >= 0; --k) {
+    power = power * fraction + Bits::kSeries[k];
+  }
+  return scale_by_power_of_two<A>(power, n, x);
 }
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -45,7 +45,7 @@ template <class A>
 using Vector = typename VectorOf<A>::type;
 
 template <class A>
-inline constexpr int kLanes = OVERTONE_VECTOR_BYTES / sizeof(A);
+inline constexpr int kLanes = OVERTONE_VECTOR_BYTES / static_cast<int>(sizeof(A));
 
 template <class A>
 OVERTONE_INLINE Vector<A> broadcast(A value) {
@@ -133,6 +133,35 @@ OVERTONE_INLINE void store_full(Vector<Accumulator<T>> v, T* p) {
     }
 #endif
   }
+}
+
+// Combines all lanes of a vector: halves, quarters, … in log2(kLanes) steps.
+template <class A, class Combine, size_t... kLane>
+OVERTONE_INLINE A reduce_lanes(Vector<A> v, Combine combine, std::index_sequence<kLane...>) {
+  constexpr size_t kSize = sizeof...(kLane);
+  if constexpr (kSize >= 16) {
+    v = combine(v, __builtin_shufflevector(v, v, ((kLane + 8) % kSize)...));
+  }
+  if constexpr (kSize >= 8) {
+    v = combine(v, __builtin_shufflevector(v, v, ((kLane + 4) % kSize)...));
+  }
+  if constexpr (kSize >= 4) {
+    v = combine(v, __builtin_shufflevector(v, v, ((kLane + 2) % kSize)...));
+  }
+  v = combine(v, __builtin_shufflevector(v, v, ((kLane + 1) % kSize)...));
+  return v[0];
+}
+
+template <class A>
+OVERTONE_INLINE A sum_of_lanes(Vector<A> v) {
+  return reduce_lanes<A>(
+      v, [](Vector<A> a, Vector<A> b) { return a + b; }, std::make_index_sequence<size_t{kLanes<A>}>());
+}
+
+template <class A>
+OVERTONE_INLINE A largest_lane(Vector<A> v) {
+  return reduce_lanes<A>(
+      v, [](Vector<A> a, Vector<A> b) { return a > b ? a : b; }, std::make_index_sequence<size_t{kLanes<A>}>());
 }
 
 // The first `count` lanes from elements `stride` apart; the rest are zero.

@@ -1,0 +1,99 @@
+"""The price of spectral_attention: q, k, v to y and its norms, at ViT shapes.
+
+Baselines are the reference and what a user would write with torch's own fused attention: SDPA, scale, matmul, add and
+norms.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import overtone as ot
+from overtone.benchmarks.case import Case, with_compiled
+
+FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
+
+
+class Shape(NamedTuple):
+    label: str
+    batch: int
+    tokens: int
+    channels: int
+    heads: int
+
+    @property
+    def width(self) -> int:
+        return self.channels // self.heads
+
+
+TI_CIFAR = Shape("Ti-cifar", 64, 65, 192, 3)
+TI_224 = Shape("Ti-224", 32, 197, 192, 3)
+S_224 = Shape("S-224", 16, 197, 384, 6)
+B_224 = Shape("B-224", 8, 197, 768, 12)
+LONG = Shape("N4096", 1, 4096, 192, 3)
+
+# How many times faster than the best plain PyTorch float32 is wanted, (forward, forward+backward).
+TARGETS = {TI_CIFAR: (1.7, 1.8), TI_224: (1.65, 1.75), S_224: (1.55, 1.6), B_224: (1.35, 1.4), LONG: (1.0, 1.0)}
+
+
+def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor):
+    heads = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    y = residual + (heads * eigenvalues.to(heads.dtype)) @ basis
+    wide = y.float()
+    mean = wide.mean(-2, keepdim=True)
+    low = math.sqrt(y.shape[-2]) * torch.linalg.vector_norm(mean, dim=(-2, -1))
+    return y, low, torch.linalg.vector_norm(wide - mean, dim=(-2, -1))
+
+
+def _with_norms(function, query, key, value, eigenvalues, basis, residual):
+    y, norms = function(query, key, value, eigenvalues, basis, residual=residual, return_norms=True)
+    return y, norms.low, norms.high
+
+
+def _inputs(shape: Shape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, generator=generator)
+
+    qkv = random(shape.batch, shape.tokens, 3, shape.heads, shape.width).to(dtype)
+    basis = random(shape.channels, shape.channels, scale=shape.channels**-0.5).to(dtype)
+    residual = random(shape.batch, shape.tokens, shape.channels).to(dtype)
+    inputs = (*qkv.permute(2, 0, 3, 1, 4).unbind(0), random(shape.channels), basis, residual)
+    return tuple(x.detach().requires_grad_(mode != FORWARD) for x in inputs)
+
+
+def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
+    both = mode == FORWARD_BACKWARD
+    baselines = with_compiled({"reference": partial(_with_norms, ot.reference.spectral_attention), "sdpa": _by_sdpa})
+    if shape is LONG:  # the reference's matrices of logits would take gigabytes in float64
+        baselines = {"reference": baselines["reference"], "sdpa": _by_sdpa}
+    products = 2 * shape.batch * shape.tokens * shape.channels
+    attention, projection = products * shape.tokens, products * shape.channels
+    tensors = 5 * shape.batch * shape.tokens * shape.channels  # q, k, v, residual, y
+    target = TARGETS[shape][both]
+    return Case(
+        op="spectral_attention",
+        shape=shape.label,
+        dtype=dtype,
+        mode=mode,
+        setup=lambda: _inputs(shape, dtype, mode),
+        ours=partial(_with_norms, partial(ot.spectral_attention, backend="cpu")),
+        baselines=baselines,
+        # scores and values; backward: scores again, and two products for each of the two. The projection, and twice it.
+        flops=(7 if both else 2) * attention + (3 if both else 1) * projection,
+        bytes=(3 if both else 1) * tensors * dtype.itemsize,
+        limit="matmul",
+        targets=dict.fromkeys(baselines, target),
+    )
+
+
+def cases() -> list[Case]:
+    modes = (FORWARD, FORWARD_BACKWARD)
+    return [_case(shape, torch.float32, mode) for shape in TARGETS for mode in modes]
