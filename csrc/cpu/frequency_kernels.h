@@ -243,19 +243,29 @@ struct RowMap {
              T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
+    const int64_t whole = x.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
     for (int64_t row = 0; row < valid.tokens; ++row) {
       if (!valid[row]) {
         std::memset(static_cast<void*>(out + row * channels + begin), 0, (end - begin) * sizeof(T));
         continue;
       }
       const T* token = tokens + row * x.token_stride;
-      for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
+      T* out_row = out + row * channels;
+      int64_t channel = begin;
+      for (; channel < whole; channel += kLanes<A>) {
+        store_full(mapped(load_full(token + channel), channel), out_row + channel);
+      }
+      for (; channel < end; channel += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
         const Vector<A> value = load(token + channel * x.channel_stride, x.channel_stride, lanes);
-        const Vector<A> centred = (value - load_full(mean + channel)) - load_full(rest + channel);
-        store(load_full(low + channel) + load_full(high + channel) * centred, out + row * channels + channel, lanes);
+        store(mapped(value, channel), out_row + channel, lanes);
       }
     }
+  }
+
+  OVERTONE_INLINE Vector<A> mapped(Vector<A> value, int64_t channel) const {
+    const Vector<A> centred = (value - load_full(mean + channel)) - load_full(rest + channel);
+    return load_full(low + channel) + load_full(high + channel) * centred;
   }
 };
 

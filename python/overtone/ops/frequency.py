@@ -9,6 +9,8 @@ A gradient of a gradient is taken through the reference.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,8 @@ def de_escalate(
 ) -> Tensor:
     """(I − τΠ)x: takes the share τ of the token mean off (Yu and Zhang); the filter with gains 1 − τ and 1."""
     x = checks.tokens("de_escalate", "x", x)
-    tau = checks.channel_gain("de_escalate", "tau", tau, x)
+    if not isinstance(tau, Real):
+        tau = checks.channel_gain("de_escalate", "tau", tau, x)
     return frequency_filter(x, 1 - tau, 1.0, mask=mask, is_causal=is_causal, backend=backend)
 
 
