@@ -13,6 +13,7 @@
 namespace overtone::OVERTONE_LEVEL {
 
 constexpr int64_t kStrip = 24;      // queries at a time: a strip of scores stays in the first-level cache
+constexpr int64_t kWideStrip = 96;  // in backward, where the strip is the depth of the products for ∂K and ∂V
 constexpr int64_t kKeyBlock = 480;  // keys at a time, a multiple of kRowPadding
 
 constexpr double kLog2E = 1.4426950408889634074;
@@ -160,7 +161,7 @@ struct ProductRows {
 
   ProductRows(const MatrixRows& source, int64_t rows, int64_t width, A* scratch) {
     constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
-    const bool is_near = rows <= kStrip || source.row_stride == width;
+    const bool is_near = rows <= kWideStrip || source.row_stride == width;
     if (source.type == kType && source.column_stride == 1 && width % kLanes<A> == 0 && is_near) {
       data = static_cast<const A*>(source.data);
       ld = source.row_stride;
@@ -261,21 +262,22 @@ void attention_forward_item(const AttentionForward& call, int64_t image, int64_t
     for (int64_t key = 0; key < last_key; key += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, last_key - key);
       const int64_t padded = padded_to(count, kLanes<A>);
-      gemm<A, Operand::rows, Layout::row_major>(
+      gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
           rows, static_cast<int>(padded / kLanes<A>), width, queries.data, queries.ld, keys + key, padded_keys,
           [&](int64_t row, int v, Vector<A> sum) { store_full(sum * scale, scores + row * block + v * kLanes<A>); });
       for (int64_t row = 0; row < rows; ++row) {
         MaskRow<A>(call.mask, image, head, first + row, shape.keys).apply(scores + row * block, key, count, padded);
         softmax[row].absorb(scores + row * block, padded);
       }
-      gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, scores, block, values.data + key * values.ld,
-                                                values.ld, [&](int64_t row, int v, Vector<A> sum) {
-                                                  A* out = outputs + row * padded_width + v * kLanes<A>;
-                                                  if (key > 0) {
-                                                    sum += load_full(out) * softmax[row].rescale;
-                                                  }
-                                                  store_full(sum, out);
-                                                });
+      gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
+          rows, vectors, count, scores, block, values.data + key * values.ld, values.ld,
+          [&](int64_t row, int v, Vector<A> sum) {
+            A* out = outputs + row * padded_width + v * kLanes<A>;
+            if (key > 0) {
+              sum += load_full(out) * softmax[row].rescale;
+            }
+            store_full(sum, out);
+          });
     }
     for (int64_t row = 0; row < rows; ++row) {
       const SoftmaxRow<A>& state = softmax[row];
@@ -318,7 +320,7 @@ OVERTONE_INLINE void project_block(const ProjectionForward& call, int64_t image,
           ? nullptr
           : static_cast<const T*>(call.residual) + image * call.residual_strides[0] + first * call.residual_strides[1];
   const int64_t residual_stride = call.residual_strides[2];
-  gemm<A, Operand::rows, Layout::panels>(
+  gemm<A, Operand::rows, Layout::panels, Finishing::through_memory>(
       rows, vectors, features, heads, features, static_cast<const A*>(call.weight), 0,
       [&](int64_t row, int v, Vector<A> sum) {
         const int64_t channel = v * kLanes<A>;
@@ -356,7 +358,7 @@ void projection_backward_items(const ProjectionBackward& call, int64_t begin, in
     const int64_t token = item / call.blocks() * shape.queries + first;
     const A* heads = static_cast<const A*>(call.heads) + token * features;
     A* grad_heads = static_cast<A*>(call.grad_heads) + token * features;
-    gemm<A, Operand::rows, Layout::panels>(
+    gemm<A, Operand::rows, Layout::panels, Finishing::through_memory>(
         rows, vectors, shape.channels, static_cast<const A*>(call.grad_y) + token * shape.channels, shape.channels,
         static_cast<const A*>(call.weight), 0, [&](int64_t row, int v, Vector<A> sum) {
           const int64_t feature = v * kLanes<A>;
@@ -392,12 +394,12 @@ void basis_backward_items(const BasisBackward& call, int64_t begin, int64_t end)
       pack_rows(buffer_rows<A>(call.heads, token * features + first, features), depth, rows, block, kTokenBlock);
       const ProductRows<A> gradients(buffer_rows<A>(call.grad_y, token * shape.channels, shape.channels), depth,
                                      shape.channels, packed_gradients);
-      gemm<A, Operand::columns, Layout::row_major>(rows, static_cast<int>(padded_channels / kLanes<A>), depth, block,
-                                                   kTokenBlock, gradients.data, gradients.ld,
-                                                   [&](int64_t row, int v, Vector<A> sum) {
-                                                     A* out = sums + row * padded_channels + v * kLanes<A>;
-                                                     store_full(load_full(out) + sum, out);
-                                                   });
+      gemm<A, Operand::columns, Layout::row_major, Finishing::in_registers>(
+          rows, static_cast<int>(padded_channels / kLanes<A>), depth, block, kTokenBlock, gradients.data, gradients.ld,
+          [&](int64_t row, int v, Vector<A> sum) {
+            A* out = sums + row * padded_channels + v * kLanes<A>;
+            store_full(load_full(out) + sum, out);
+          });
     }
     const A* eigenvalues = static_cast<const A*>(call.eigenvalues);
     A* grad_basis = static_cast<A*>(call.grad_basis);
@@ -422,18 +424,18 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
   const int64_t block = std::min(padded_keys, kKeyBlock);
   const int vectors = static_cast<int>(padded_width / kLanes<A>);
   const auto padded = [](int64_t size) { return Scratch<A>::padded(size); };
-  Scratch<A> scratch(2 * padded(width * block) + 3 * padded(block * padded_width) + 2 * padded(kStrip * block) +
-                     3 * padded(kStrip * padded_width) + padded(shape.queries * padded_width));
+  Scratch<A> scratch(2 * padded(width * block) + 3 * padded(block * padded_width) + 2 * padded(kWideStrip * block) +
+                     3 * padded(kWideStrip * padded_width) + padded(shape.queries * padded_width));
   A* keys_across = scratch.take(width * block);         // [width][block]
   A* values_across = scratch.take(width * block);       // [width][block]
   A* packed_keys = scratch.take(block * padded_width);  // [block][padded_width]
   A* grad_keys = scratch.take(block * padded_width);    // [block][padded_width]
   A* grad_values = scratch.take(block * padded_width);  // [block][padded_width]
-  A* weights = scratch.take(kStrip * block);            // [strip][block]: P
-  A* grad_logits = scratch.take(kStrip * block);        // [strip][block]: ∂L/∂logits
-  A* packed_queries = scratch.take(kStrip * padded_width);
-  A* packed_grads = scratch.take(kStrip * padded_width);    // ∂L/∂O of the strip
-  A* packed_outputs = scratch.take(kStrip * padded_width);  // O of the strip
+  A* weights = scratch.take(kWideStrip * block);        // [strip][block]: P
+  A* grad_logits = scratch.take(kWideStrip * block);    // [strip][block]: ∂L/∂logits
+  A* packed_queries = scratch.take(kWideStrip * padded_width);
+  A* packed_grads = scratch.take(kWideStrip * padded_width);    // ∂L/∂O of the strip
+  A* packed_outputs = scratch.take(kWideStrip * padded_width);  // O of the strip
   A* grad_queries = scratch.take(shape.queries * padded_width);
   std::fill(grad_queries, grad_queries + shape.queries * padded_width, A{0});
 
@@ -451,18 +453,19 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
     std::fill(grad_keys, grad_keys + block * padded_width, A{0});
     std::fill(grad_values, grad_values + block * padded_width, A{0});
     const int score_vectors = static_cast<int>(row_padded / kLanes<A>);
-    const int64_t first_strip = call.mask.causal ? key / kStrip * kStrip : 0;
-    for (int64_t first = first_strip; first < shape.queries; first += kStrip) {
-      const int64_t rows = std::min(kStrip, shape.queries - first);
+    const int64_t first_strip = call.mask.causal ? key / kWideStrip * kWideStrip : 0;
+    for (int64_t first = first_strip; first < shape.queries; first += kWideStrip) {
+      const int64_t rows = std::min(kWideStrip, shape.queries - first);
       const MatrixRows strip = head_rows(call.query, call.type, image, head, first);
       const int64_t offset = corner + first * features;
       const ProductRows<A> queries(strip, rows, width, packed_queries);
       const ProductRows<A> grads(buffer_rows<A>(call.grad_heads, offset, features), rows, width, packed_grads);
       const ProductRows<A> outputs(buffer_rows<A>(call.heads, offset, features), rows, width, packed_outputs);
-      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, queries.data, queries.ld, keys_across,
-                                                block, [&](int64_t row, int v, Vector<A> sum) {
-                                                  store_full(sum * logit_scale, weights + row * block + v * kLanes<A>);
-                                                });
+      gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
+          rows, score_vectors, width, queries.data, queries.ld, keys_across, block,
+          [&](int64_t row, int v, Vector<A> sum) {
+            store_full(sum * logit_scale, weights + row * block + v * kLanes<A>);
+          });
       for (int64_t row = 0; row < rows; ++row) {
         A* logits = weights + row * block;
         MaskRow<A>(call.mask, image, head, first + row, shape.keys).apply(logits, key, count, row_padded);
@@ -473,18 +476,18 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
         }
       }
       // In the order of the product below: where softmax is one-hot, ∂P − dot is then exactly zero.
-      A row_dots[kStrip] = {};
+      A row_dots[kWideStrip] = {};
       for (int64_t j = 0; j < width; ++j) {
         for (int64_t row = 0; row < rows; ++row) {
           row_dots[row] += grads.data[row * grads.ld + j] * outputs.data[row * outputs.ld + j];
         }
       }
-      gemm<A, Operand::rows, Layout::row_major>(rows, score_vectors, width, grads.data, grads.ld, values_across, block,
-                                                [&](int64_t row, int v, Vector<A> sum) {
-                                                  const int64_t j = row * block + v * kLanes<A>;
-                                                  store_full(load_full(weights + j) * (sum - row_dots[row]),
-                                                             grad_logits + j);
-                                                });
+      gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
+          rows, score_vectors, width, grads.data, grads.ld, values_across, block,
+          [&](int64_t row, int v, Vector<A> sum) {
+            const int64_t j = row * block + v * kLanes<A>;
+            store_full(load_full(weights + j) * (sum - row_dots[row]), grad_logits + j);
+          });
       if (call.grad_logits != nullptr) {
         for (int64_t row = 0; row < rows; ++row) {
           std::copy_n(grad_logits + row * block, count,
@@ -499,16 +502,16 @@ void attention_backward_item(const AttentionBackward& call, int64_t image, int64
         };
       };
       if (call.grad_value.data != nullptr) {
-        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, weights, block, grads.data, grads.ld,
-                                                     add_to(grad_values));
+        gemm<A, Operand::columns, Layout::row_major, Finishing::in_registers>(
+            count, vectors, rows, weights, block, grads.data, grads.ld, add_to(grad_values));
       }
       if (call.grad_key.data != nullptr) {
-        gemm<A, Operand::columns, Layout::row_major>(count, vectors, rows, grad_logits, block, queries.data, queries.ld,
-                                                     add_to(grad_keys));
+        gemm<A, Operand::columns, Layout::row_major, Finishing::in_registers>(
+            count, vectors, rows, grad_logits, block, queries.data, queries.ld, add_to(grad_keys));
       }
       if (call.grad_query.data != nullptr) {
-        gemm<A, Operand::rows, Layout::row_major>(rows, vectors, count, grad_logits, block, keys.data, keys.ld,
-                                                  add_to(grad_queries + first * padded_width));
+        gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
+            rows, vectors, count, grad_logits, block, keys.data, keys.ld, add_to(grad_queries + first * padded_width));
       }
     }
     if (call.grad_key.data != nullptr) {

@@ -36,7 +36,11 @@ OVERTONE_INLINE int next_tile_width(int left) {
 enum class Operand { rows, columns };  // A[i][k] at a[i·lda + k], or at a[k·lda + i]
 enum class Layout { row_major, panels };
 
-template <class A, int kVectors, Operand kOperand, class Finish>
+// A `finish` that only adds, scales and stores whole vectors works on the registers; any other gets its vectors through
+// memory, because inlined once per register it would be a page of code, and GCC would spill inside the loop.
+enum class Finishing { in_registers, through_memory };
+
+template <class A, int kVectors, Operand kOperand, Finishing kFinishing, class Finish>
 OVERTONE_INLINE void tile(const A* a, int64_t lda, int64_t rows, const A* b, int64_t ldb, int64_t depth,
                           Finish finish) {
   constexpr int kRows = kTileRows<kVectors>;
@@ -61,29 +65,41 @@ OVERTONE_INLINE void tile(const A* a, int64_t lda, int64_t rows, const A* b, int
       }
     }
   }
-  // Through memory: `finish` inlined once per register would be a page of code, and GCC would spill inside the loop.
-  Vector<A> results[kRows][kVectors];
-  std::memcpy(results, sums, sizeof sums);
-  for (int64_t i = 0; i < std::min<int64_t>(rows, kRows); ++i) {
-    for (int v = 0; v < kVectors; ++v) {
-      finish(static_cast<int>(i), v, results[i][v]);
+  if constexpr (kFinishing == Finishing::in_registers) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      if (i < rows) {
+        OVERTONE_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          finish(i, v, sums[i][v]);
+        }
+      }
+    }
+  } else {
+    Vector<A> results[kRows][kVectors];
+    std::memcpy(results, sums, sizeof sums);
+    for (int64_t i = 0; i < std::min<int64_t>(rows, kRows); ++i) {
+      for (int v = 0; v < kVectors; ++v) {
+        finish(static_cast<int>(i), v, results[i][v]);
+      }
     }
   }
 }
 
-template <class A, int kVectors, Operand kOperand, class Finish>
+template <class A, int kVectors, Operand kOperand, Finishing kFinishing, class Finish>
 void tile_column(int64_t rows, int first_vector, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
                  const Finish& finish) {
   constexpr int kRows = kTileRows<kVectors>;
   for (int64_t i = 0; i < rows; i += kRows) {
-    tile<A, kVectors, kOperand>(a + (kOperand == Operand::rows ? i * lda : i), lda, rows - i, b, ldb, depth,
-                                [&](int row, int v, Vector<A> sum) { finish(i + row, first_vector + v, sum); });
+    tile<A, kVectors, kOperand, kFinishing>(
+        a + (kOperand == Operand::rows ? i * lda : i), lda, rows - i, b, ldb, depth,
+        [&](int row, int v, Vector<A> sum) { finish(i + row, first_vector + v, sum); });
   }
 }
 
 // C[rows × vectors] = A[rows × depth] · B[depth × vectors]; finish(row, vector, value) takes every vector of C.
 // Operand::columns reads A in whole tiles: its rows must be padded to kRowPadding.
-template <class A, Operand kOperand, Layout kLayout, class Finish>
+template <class A, Operand kOperand, Layout kLayout, Finishing kFinishing, class Finish>
 void gemm(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
           const Finish& finish) {
   for (int first = 0; first < vectors;) {
@@ -92,17 +108,17 @@ void gemm(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, con
     const int64_t stride = kLayout == Layout::panels ? width * kLanes<A> : ldb;
     switch (width) {
       case 1:
-        tile_column<A, 1, kOperand>(rows, first, depth, a, lda, panel, stride, finish);
+        tile_column<A, 1, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
         break;
       case 2:
-        tile_column<A, 2, kOperand>(rows, first, depth, a, lda, panel, stride, finish);
+        tile_column<A, 2, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
         break;
 #if OVERTONE_VECTOR_BYTES == 64
       case 3:
-        tile_column<A, 3, kOperand>(rows, first, depth, a, lda, panel, stride, finish);
+        tile_column<A, 3, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
         break;
       case 4:
-        tile_column<A, 4, kOperand>(rows, first, depth, a, lda, panel, stride, finish);
+        tile_column<A, 4, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
         break;
 #endif
     }
