@@ -96,6 +96,13 @@ Tensor packed_weight(const AttentionKernels& run, WeightPacking packing, const T
   return packed;
 }
 
+// All tokens of the batch as those of one image: blocks of tokens then have no remainder but the last.
+AttentionShape flattened(AttentionShape shape) {
+  shape.queries *= shape.batch;
+  shape.batch = 1;
+  return shape;
+}
+
 // heads [B, N, H·D] and softmax_rows [B, H, N, 2] are what backward needs; wide_y, y before rounding, is empty where y
 // has the statistics' type or it is not wanted (the norms are taken of it).
 std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tensor key, Tensor value,
@@ -139,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tens
   const Tensor weight = packed_weight(run, packing, query, in.statistics);
 
   ProjectionForward projection;
-  projection.shape = shape;
+  projection.shape = flattened(shape);
   projection.type = in.type;
   projection.heads = heads.data_ptr();
   projection.weight = weight.data_ptr();
@@ -148,6 +155,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tens
     projection.residual = residual->data_ptr();
     for (int64_t dim = 0; dim < 3; ++dim) {
       projection.residual_strides[dim] = residual->stride(dim);
+    }
+    if (residual->stride(0) != shape.queries * residual->stride(1)) {
+      projection.shape = shape;
     }
   }
   projection.y = y.data_ptr();
@@ -225,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_ba
   const Tensor weight = packed_weight(run, packing, query, in.statistics);
   Tensor grad_heads = torch::stable::new_empty(query, sizes_of(heads), in.statistics);
   ProjectionBackward projection;
-  projection.shape = shape;
+  projection.shape = flattened(shape);
   projection.is_float64 = is_float64;
   projection.grad_y = grad_y.data_ptr();
   projection.weight = weight.data_ptr();
