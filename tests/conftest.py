@@ -8,10 +8,15 @@ from collections import Counter, defaultdict
 # oneDNN's AMX path dies with SIGILL on some virtual machines; torch reads this when it is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 pytest_plugins = ("kit.fixtures",)
+
+# The same examples in every run: what failed once fails again. `--hypothesis-profile=default` draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 

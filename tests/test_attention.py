@@ -72,11 +72,12 @@ def as_call(function, return_norms=True, **options):
     return call
 
 
-def check(args, return_norms=True, **options):
+def check(args, return_norms=True, more_draws=(), **options):
     accuracy.check_against_truth(
         as_call(ot.spectral_attention, return_norms, backend="cpu", **options),
         as_call(ot.reference.spectral_attention, return_norms, **options),
         args,
+        more_draws=more_draws,
     )
 
 
@@ -140,8 +141,10 @@ class TestEveryLevel:
     mask=st.sampled_from(["none", "bool", "bias"]), is_causal=st.booleans(),
 )  # fmt: skip
 def test_any_shape(poisoned_empty, batch, heads, queries, keys, width, channels, dtype, mask, is_causal):
-    args = random_call(batch, heads, queries, keys, width, channels, dtype, mask)
-    check(args, is_causal=is_causal)
+    args, *more = (
+        random_call(batch, heads, queries, keys, width, channels, dtype, mask, seed=seed) for seed in range(9)
+    )
+    check(args, is_causal=is_causal, more_draws=more)
 
 
 class TestSpecialValues:

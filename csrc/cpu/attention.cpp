@@ -38,18 +38,16 @@ void check_like(const Tensor& tensor, const char* name, const std::vector<int64_
 }
 
 // What forward and backward are both given.
-struct Inputs {
+struct Inputs : AttentionInputs {
   const char* op;
-  ElementType type;
   ScalarType scalar_type;
   ScalarType statistics;
-  AttentionShape shape;
-  HeadTensor query, key, value;
-  AttentionMask mask;
 
   Inputs(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& eigenvalues,
-         const Tensor& basis, const std::optional<Tensor>& attn_mask, bool is_causal)
-      : op(op), type(element_type(q, op, "query")), scalar_type(q.scalar_type()), statistics(statistics_type(type)) {
+         const Tensor& basis, const std::optional<Tensor>& attn_mask, bool is_causal, double logit_scale)
+      : op(op), scalar_type(q.scalar_type()), statistics(statistics_type(element_type(q, op, "query"))) {
+    type = element_type(q, op, "query");
+    scale = logit_scale;
     STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && basis.dim() == 2, op,
                     ": query and key must be [B, H, N, D], basis [H·D, E]");
     shape = {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), basis.size(1)};
@@ -111,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tens
                                                               std::optional<Tensor> attn_mask, bool is_causal,
                                                               double scale, bool need_wide) {
   constexpr const char* op = "spectral_attention";
-  const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal);
+  const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
   const auto& run = kernels(op);
   Tensor heads = torch::stable::new_empty(query, std::vector<int64_t>{shape.batch, shape.queries, shape.features()},
@@ -123,14 +121,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tens
   const bool writes_wide = need_wide && in.scalar_type != in.statistics;
   Tensor wide_y = torch::stable::new_empty(query, writes_wide ? y_shape : std::vector<int64_t>{0}, in.statistics);
 
-  AttentionForward attention;
-  attention.shape = shape;
-  attention.type = in.type;
-  attention.query = in.query;
-  attention.key = in.key;
-  attention.value = in.value;
-  attention.mask = in.mask;
-  attention.scale = scale;
+  AttentionForward attention{in};
   attention.heads = heads.data_ptr();
   attention.softmax_rows = softmax_rows.data_ptr();
   for_items(attention, run.attention_forward);
@@ -190,7 +181,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_ba
     Tensor grad_y, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
     std::optional<Tensor> attn_mask, bool is_causal, double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
   constexpr const char* op = "spectral_attention_backward";
-  const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal);
+  const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
   check_like(grad_y, "grad_y", {shape.batch, shape.queries, shape.channels}, in.statistics, op);
   check_like(heads, "heads", {shape.batch, shape.queries, shape.features()}, in.statistics, op);
@@ -253,14 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_ba
   }
 
   if (needs_attention) {
-    AttentionBackward attention;
-    attention.shape = shape;
-    attention.type = in.type;
-    attention.query = in.query;
-    attention.key = in.key;
-    attention.value = in.value;
-    attention.mask = in.mask;
-    attention.scale = scale;
+    AttentionBackward attention{in};
     attention.heads = heads.data_ptr();
     attention.softmax_rows = softmax_rows.data_ptr();
     attention.grad_heads = grad_heads.data_ptr();

@@ -48,14 +48,17 @@ constexpr int64_t kQueryBlock = 384;
 // Tokens of one projection item.
 constexpr int64_t kTokenBlock = 48;
 
-// heads = softmax(scale · Q Kᵀ + bias) V, and what backward needs to make the same softmax again. (Not one logarithm of
-// the sum: rounded at the size of the logits, it would cost digits where they are large.)
-struct AttentionForward {
+struct AttentionInputs {
   AttentionShape shape;
   ElementType type;
   HeadTensor query, key, value;
   AttentionMask mask;
   double scale = 1;
+};
+
+// heads = softmax(scale · Q Kᵀ + bias) V, and what backward needs to make the same softmax again. (Not one logarithm of
+// the sum: rounded at the size of the logits, it would cost digits where they are large.)
+struct AttentionForward : AttentionInputs {
   void* heads = nullptr;         // [batch, queries, features], of the statistics' type
   void* softmax_rows = nullptr;  // [batch, heads, queries, 2]: maximum (base 2) and 1 / sum
 
@@ -106,16 +109,11 @@ struct BasisBackward {
 };
 
 // ∂query, ∂key, ∂value of one image and head from ∂heads; what is not wanted is null.
-struct AttentionBackward {
-  AttentionShape shape;
-  ElementType type;
-  HeadTensor query, key, value;
-  AttentionMask mask;
-  double scale = 1;
+struct AttentionBackward : AttentionInputs {
   const void* heads = nullptr;
   const void* softmax_rows = nullptr;
   const void* grad_heads = nullptr;
-  HeadTensor grad_query, grad_key, grad_value;
+  HeadTensor grad_query{}, grad_key{}, grad_value{};
   void* grad_logits = nullptr;  // [batch, heads, queries, keys], of the statistics' type: only for a bias' gradient
 
   int64_t items() const { return shape.batch * shape.heads; }

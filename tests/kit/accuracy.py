@@ -3,7 +3,7 @@ PyTorch at the same precision, plus a rounding floor of a few units in the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,24 +67,43 @@ def outputs_and_gradients(function: Callable, args: tuple, seed: int = 7) -> tup
 
 
 def check_against_truth(
-    ours: Callable, plain: Callable, args: tuple, *, gradient_factor: float = GRADIENT_FACTOR
+    ours: Callable,
+    plain: Callable,
+    args: tuple,
+    *,
+    gradient_factor: float = GRADIENT_FACTOR,
+    more_draws: Sequence[tuple] = (),
 ) -> None:
     """Outputs and gradients of `ours` against `plain` at the same precision and in float64.
 
     There is no wider truth for float64 itself: PyTorch's error there is taken as its float32 error, scaled by the
-    ratio of the two precisions.
+    ratio of the two precisions. `more_draws`: other arguments of the same shapes. Where a result has few elements,
+    PyTorch's error in one draw says little (it may well be zero); it is then the largest over all draws.
     """
     is_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+    errors = _plain_errors(plain, args, is_float64)
+    for draw in more_draws:
+        errors = [
+            [max(pair) for pair in zip(*kind, strict=True)]
+            for kind in zip(errors, _plain_errors(plain, draw, is_float64), strict=True)
+        ]
+    exact = outputs_and_gradients(plain, tuple(map(to_float64, args)))
+    like = outputs_and_gradients(plain, tuple(map(fresh, args)))
+    result = outputs_and_gradients(ours, tuple(map(fresh, args)))
+    kinds = (("output", FORWARD_FACTOR), ("gradient", gradient_factor))
+    for (kind, factor), truths, plains, actuals, allowed in zip(kinds, exact, like, result, errors, strict=True):
+        for index, (t, p, a, error) in enumerate(zip(truths, plains, actuals, allowed, strict=True)):
+            what = f"{kind} {index}"
+            assert a.dtype == p.dtype, f"{what}: dtype {a.dtype}, wanted {p.dtype}"
+            assert_error_within(a, t, error, factor=factor, what=what)
+
+
+def _plain_errors(plain: Callable, args: tuple, is_float64: bool) -> list[list[float]]:
+    """PyTorch's largest error in every output and in every gradient."""
     scale = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if is_float64 else 1.0
     exact = outputs_and_gradients(plain, tuple(map(to_float64, args)))
     rough = outputs_and_gradients(plain, tuple(map(to_float32 if is_float64 else fresh, args)))
-    result = outputs_and_gradients(ours, tuple(map(fresh, args)))
-    factors = (FORWARD_FACTOR, gradient_factor)
-    for kind, factor, truths, plains, actuals in zip(
-        ("output", "gradient"), factors, exact, rough, result, strict=True
-    ):
-        for index, (t, p, a) in enumerate(zip(truths, plains, actuals, strict=True)):
-            what = f"{kind} {index}"
-            wanted = torch.float64 if is_float64 else p.dtype
-            assert a.dtype == wanted, f"{what}: dtype {a.dtype}, wanted {wanted}"
-            assert_error_within(a, t, scale * max_error(p, t), factor=factor, what=what)
+    return [
+        [scale * max_error(p, t) for p, t in zip(plains, truths, strict=True)]
+        for plains, truths in zip(rough, exact, strict=True)
+    ]
