@@ -286,7 +286,7 @@ OVERTONE_INLINE void set_filter(RowMap<A>& map, const ChannelBlock<A>& block, co
   map.set(block, mean, [&](int v) { return low.value[v] * mean.value[v]; }, [&](int v) { return high.value[v]; });
 }
 
-// Visits the valid tokens in order: visit(row, v, x, LFC, HFC) with the running mean. Masked rows go to skip(row).
+// Visits the valid tokens in order: visit(row, v, LFC, HFC) with the running mean. Masked rows go to skip(row).
 template <class T, bool kPacked, class Visit, class Skip>
 OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const ValidTokens& valid, Visit visit,
                                       Skip skip) {

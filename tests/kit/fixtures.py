@@ -23,7 +23,7 @@ def poisoned_empty():
 
 @pytest.fixture(params=ISA_LEVELS)
 def isa_level(request) -> str:
-    """Runs the test once per instruction set; `ran_at(level)` then tells that this level's kernels really ran."""
+    """Runs the test once per instruction set; `last_kernel()` of the extension then tells which one really ran."""
     native = _extension.native
     if native is None:
         pytest.skip(f"no CPU kernels: {_extension.why_missing}")
