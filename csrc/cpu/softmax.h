@@ -7,7 +7,6 @@
 namespace overtone::OVERTONE_LEVEL {
 
 constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
 
 template <class A>
 constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();

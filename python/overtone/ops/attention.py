@@ -103,9 +103,7 @@ class _Call(NamedTuple):
     is_causal: bool
     scale: float
 
-    def attend(
-        self, eigenvalues: Tensor, residual: Tensor | None, return_norms: bool
-    ) -> tuple[Tensor, FrequencyNorms]:
+    def attend(self, eigenvalues: Tensor, residual: Tensor | None, return_norms: bool) -> tuple[Tensor, FrequencyNorms]:
         y, low, high, *_ = self._run(eigenvalues, residual, need_norms=return_norms)
         return y, FrequencyNorms(low, high)
 
@@ -263,9 +261,7 @@ def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_so
     if grad_y is None and not has_norms:
         return (None,) * 12
     if has_norms:
-        grad_low, grad_high = (
-            torch.zeros_like(low) if g is None else g.contiguous() for g in (grad_low, grad_high)
-        )
+        grad_low, grad_high = (torch.zeros_like(low) if g is None else g.contiguous() for g in (grad_low, grad_high))
     else:
         y, grad_low, grad_high = low, None, None  # y is not read
     if torch.is_grad_enabled():
