@@ -301,3 +301,4 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
 
 
 library.differentiable("spectral_attention", setup=_save, backward=_backward)
+library.without_vmap("spectral_attention", "put the mapped dimension into the batch dimension of query, key and value")

@@ -40,6 +40,15 @@ def differentiable(name: str, *, setup: Callable, backward: Callable) -> None:
     torch.library.register_autograd(f"overtone::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
+def without_vmap(name: str, instead: str) -> None:
+    """Make torch.vmap of op `name` raise: torch would run it in a slow loop. `instead` says what to do."""
+
+    def refuse(info, in_dims, *args):
+        raise NotImplementedError(f"overtone::{name} does not support torch.vmap: {instead}")
+
+    torch.library.register_vmap(f"overtone::{name}", refuse, lib=LIBRARY)
+
+
 def differentiable_gradient(function: Callable, inputs: tuple, grads: tuple) -> tuple:
     """The gradients of the reference `function` at `inputs`, as a graph that can be differentiated again."""
     with torch.enable_grad():
