@@ -21,10 +21,31 @@ struct Eigh {
   int32_t* info = nullptr;  // [count]: 0 solved; 1 not finite or not converged, and the results are NaN
 };
 
+// grad_A = V (diag(grad_λ) + K) Vᵀ, K_ij = skew(Vᵀ grad_V)_ij / (λ_j − λ_i), symmetric. A matrix that was not solved
+// has gradient zero.
+//
+// Where λ_i and λ_j are equal to rounding K_ij is a limit 0/0, which exists if the loss does not depend on the choice
+// of basis in the eigenspace. It can be told from the gradients if the loss takes A through one function
+// V f(Λ) Vᵀ: then grad_λ_k = c (Vᵀ grad_V)_kk with one c for the whole eigenspace, and K_ij = c (Vᵀ grad_V)_ij.
+// In particular it is zero if (Vᵀ grad_V)_ij is. Otherwise the pair is reported.
+struct EighBackward {
+  ElementType type;
+  int64_t n = 0;
+  const void* values = nullptr;       // [count][n]
+  MatrixBatch vectors;                // an eigenvector per row
+  const int32_t* info = nullptr;      // [count]
+  const void* grad_values = nullptr;  // [count][n]; null is zero
+  MatrixBatch grad_vectors;           // as V: an eigenvector per column; no data is zero
+  void* grad_a = nullptr;             // [count][n][n]
+  int32_t* pair = nullptr;            // [count][2]: i, j of a pair that is not determined, or −1, −1
+};
+
 struct EighKernels {
   const char* level;
   int64_t (*matrices_per_item)(const Eigh&);
   void (*solve)(const Eigh&, int64_t begin, int64_t end);
+  int64_t (*matrices_per_backward_item)(const EighBackward&);
+  void (*backward)(const EighBackward&, int64_t begin, int64_t end);
 };
 
 namespace baseline {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/eigh.h"
+#include "cpu/eigh_backward.h"
 #include "cpu/ql.h"
 #include "cpu/scratch.h"
 #include "cpu/tridiagonal.h"
@@ -199,6 +200,24 @@ inline void eigh_solve(const Eigh& call, int64_t begin, int64_t end) {
   call.type == ElementType::float64 ? eigh_items<double>(call, begin, end) : eigh_items<float>(call, begin, end);
 }
 
-extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item, &eigh_solve};
+inline int64_t eigh_matrices_per_backward_item(const EighBackward& call) {
+  return call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+}
+
+template <class A>
+void eigh_backward_items(const EighBackward& call, int64_t begin, int64_t end) {
+  EighGradient<A> gradient(call);
+  for (int64_t item = begin; item < end; ++item) {
+    gradient.run(item * kLanes<A>);
+  }
+}
+
+inline void eigh_backward(const EighBackward& call, int64_t begin, int64_t end) {
+  call.type == ElementType::float64 ? eigh_backward_items<double>(call, begin, end)
+                                    : eigh_backward_items<float>(call, begin, end);
+}
+
+extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item, &eigh_solve,
+                                         &eigh_matrices_per_backward_item, &eigh_backward};
 
 }  // namespace overtone::OVERTONE_LEVEL
