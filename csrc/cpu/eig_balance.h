@@ -35,7 +35,8 @@ class Balance {
       }
     }
     survey();
-    const Mask<A> safe = less(zero + kSafe, largest_) & less(largest_, zero + 1 / kSafe) & less(sum_, zero + 1 / kSafe / kSafe);
+    const Mask<A> safe =
+        less(zero + kSafe, largest_) & less(largest_, zero + 1 / kSafe) & less(sum_, zero + 1 / kSafe / kSafe);
     if (!all(safe | equal(sum_, zero))) {
       clear_unless_finite();
       resize(finite_ & ~safe);

@@ -114,7 +114,8 @@ class Francis {
     const V b_size = absolute<A>(b), c_size = absolute<A>(c);
     const V more = larger<A>(b_size, c_size);
     const V less_or_equal = smaller<A>(b_size, c_size);
-    const V less_signed = select(less(with_sign_of<A>(one, b) * with_sign_of<A>(one, c), zero), -less_or_equal, less_or_equal);
+    const V less_signed =
+        select(less(with_sign_of<A>(one, b) * with_sign_of<A>(one, c), zero), -less_or_equal, less_or_equal);
     const V size = larger<A>(absolute<A>(p), more);
     const V scale = select(less(zero, size), size, one);
     const V discriminant = p / scale * p + more / scale * less_signed;

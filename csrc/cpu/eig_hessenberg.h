@@ -14,16 +14,29 @@ class Hessenberg {
 
   // `work`: 6 n vectors. `taus`: n vectors, or null if the reflectors are not kept below the subdiagonal.
   Hessenberg(DenseLanes<A> a, V* work, V* taus)
-      : a_(a), n_(a.n), v_(work), w_(work + n_), z_(work + 2 * n_), next_v_(work + 3 * n_), next_w_(work + 4 * n_),
-        next_z_(work + 5 * n_), taus_(taus) {}
+      : a_(a),
+        n_(a.n),
+        v_(work),
+        w_(work + n_),
+        z_(work + 2 * n_),
+        next_v_(work + 3 * n_),
+        next_w_(work + 4 * n_),
+        next_z_(work + 5 * n_),
+        taus_(taus) {}
 
   static constexpr int64_t work_size(int64_t n) { return 6 * n; }
 
-  void run() {
+  // Lanes `perron` have the eigenvector (1, …, 1): a reflector takes it to the first axis, and its eigenvalue to the
+  // corner, below which there is nothing then.
+  void run(Mask<A> perron) {
     const V zero{};
     for (int64_t i = 0; i < n_; ++i) {
       v_[i] = w_[i] = z_[i] = zero;
     }
+    if (any(perron)) {
+      reflect_ones(perron);
+    }
+    split_ = perron;
     // Step k applies the reflector of column k − 1 and prepares that of column k.
     for (int64_t k = 0; k + 1 < n_; ++k) {
       const bool has_next = k + 2 < n_;
@@ -32,11 +45,35 @@ class Hessenberg {
         tau = next_reflector(k);
       }
       update(k, has_next);
-      finish(k, tau, has_next);
+      if (has_next) {
+        finish(k, tau);
+      }
+      split_ = no_lane<A>();
     }
   }
 
  private:
+  // The pending update becomes that of the reflector from (1, …, 1) to −√n (1, 0, …).
+  void reflect_ones(Mask<A> lanes) {
+    const V zero{}, one = zero + 1;
+    const V root = square_root(zero + static_cast<A>(n_));
+    const V tau = select(lanes, one + one / root, zero);
+    for (int64_t i = 0; i < n_; ++i) {
+      next_v_[i] = i == 0 ? one : one / (one + root);
+      next_w_[i] = zero;
+    }
+    for (int64_t i = 0; i < n_; ++i) {
+      const V* row = a_.row(i);
+      V sum = zero;
+      for (int64_t j = 0; j < n_; ++j) {
+        sum += row[j] * next_v_[j];
+        next_w_[j] += next_v_[i] * row[j];
+      }
+      next_z_[i] = sum;
+    }
+    set_pending(0, tau);
+  }
+
   // The reflector that clears column k below the subdiagonal, from the column as the pending update leaves it.
   V next_reflector(int64_t k) {
     const V zero{}, one = zero + 1;
@@ -53,14 +90,14 @@ class Hessenberg {
       const V part = next_v_[i] * per_scale;
       squares += part * part;
     }
-    const Mask<A> on = some & less(zero, squares);
+    const Mask<A> on = some & less(zero, squares) & ~split_;
     const V length = square_root(x * x + squares);
     const V alpha = select(on, select(less(x, zero), length, -length), one);
     const V per_difference = select(on, per_scale / select(on, x - alpha, one), zero);
     for (int64_t i = k + 2; i < n_; ++i) {
       next_v_[i] *= per_difference;
     }
-    subdiagonal_ = select(on, alpha * scale, next_v_[k + 1]);
+    subdiagonal_ = select(split_, zero, select(on, alpha * scale, next_v_[k + 1]));
     next_v_[k + 1] = one;
     next_v_[k] = zero;
     return select(on, (alpha - x) / alpha, zero);
@@ -77,13 +114,12 @@ class Hessenberg {
         next_v_[j] = zero;
       }
     }
-    // Rows above k have no part in v; from row k + 1 on they have one in next_v. Row k is between.
-    int64_t i = update_rows<false>(0, k, k);
-    i = update_rows<true>(i, n_, k);
+    update_rows<false>(0, k, k);  // these have no part in v
+    update_rows<true>(k, n_, k);
   }
 
   template <bool left>
-  int64_t update_rows(int64_t begin, int64_t end, int64_t k) {
+  void update_rows(int64_t begin, int64_t end, int64_t k) {
     int64_t i = begin;
     for (; i + 4 <= end; i += 4) {
       update_block<4, left>(i, k);
@@ -91,7 +127,6 @@ class Hessenberg {
     for (; i < end; ++i) {
       update_block<1, left>(i, k);
     }
-    return i;
   }
 
   template <int rows, bool left>
@@ -133,29 +168,29 @@ class Hessenberg {
   }
 
   // Column k takes its final form, and the next update becomes the pending one.
-  void finish(int64_t k, V tau, bool has_next) {
-    if (!has_next) {
-      return;
-    }
-    const V zero{};
+  void finish(int64_t k, V tau) {
     a_.row(k + 1)[k] = subdiagonal_;
     for (int64_t i = k + 2; i < n_; ++i) {
-      a_.row(i)[k] = taus_ != nullptr ? next_v_[i] : zero;
+      a_.row(i)[k] = taus_ != nullptr ? next_v_[i] : V{};
     }
     if (taus_ != nullptr) {
       taus_[k] = tau;
     }
-    V product = zero;
-    for (int64_t i = k + 1; i < n_; ++i) {
+    set_pending(k + 1, tau);
+  }
+
+  // From next_v, which begins at `begin`, A next_v and next_vᵀ A.
+  void set_pending(int64_t begin, V tau) {
+    V product{};
+    for (int64_t i = begin; i < n_; ++i) {
       product += next_v_[i] * next_z_[i];
     }
     const V gamma = tau * tau * product;
     for (int64_t i = 0; i < n_; ++i) {
-      const V v = i > k ? next_v_[i] : zero;
-      z_[i] = tau * next_z_[i] - gamma * v;
-      v_[i] = v;
+      v_[i] = i >= begin ? next_v_[i] : V{};
+      z_[i] = tau * next_z_[i] - gamma * v_[i];
     }
-    for (int64_t j = k + 1; j < n_; ++j) {
+    for (int64_t j = begin; j < n_; ++j) {
       w_[j] = tau * next_w_[j];
     }
   }
@@ -164,6 +199,7 @@ class Hessenberg {
   int64_t n_;
   V *v_, *w_, *z_, *next_v_, *next_w_, *next_z_, *taus_;
   V subdiagonal_;
+  Mask<A> split_;  // lanes in which nothing is below the next column's diagonal
 };
 
 // The product of the reflectors that `Hessenberg` left below the subdiagonal, in their place, and a column of zeros

@@ -37,15 +37,19 @@ class EigGroup {
     count_ = static_cast<int>(std::min<int64_t>(kLanes<A>, call_.matrices.count - first_));
     const LaneMatrix<A> lanes(reinterpret_cast<A*>(dense_.data), dense_.stride);
     load_lanes<A>(call_.matrices, first_, n_, n_, lanes);
+    stochastic_ = call_.row_stochastic ? rows_sum_to_one() : every_lane<A>();
     Balance<A> balance(dense_, balance_work_);
     balance.run(call_.row_stochastic);
     const bool vectors = call_.right != nullptr;
-    Hessenberg<A>(dense_, reduction_work_, taus_).run();
+    const bool deflates = call_.row_stochastic && !vectors && n_ > 1;
+    const Mask<A> perron = deflates ? stochastic_ & balance.finite() & ~balance.isolated() : no_lane<A>();
+    Hessenberg<A>(dense_, reduction_work_, taus_).run(perron);
     const HessenbergLanes<A> h = packed();
     if (vectors) {
       accumulate_reflectors<A>(dense_, taus_, reduction_work_);
     }
-    unsolved_ = Francis<A>(h, vectors ? dense_ : DenseLanes<A>{}, real_, imag_).run() | ~balance.finite();
+    failed_ = Francis<A>(h, vectors ? dense_ : DenseLanes<A>{}, real_, imag_).run() | ~balance.finite();
+    unsolved_ = failed_ | ~stochastic_;
     if (vectors) {
       store_vectors(h, balance);
     }
@@ -74,6 +78,19 @@ class EigGroup {
 
   V* take(int64_t vectors) { return reinterpret_cast<V*>(scratch_.take(vectors * kLanes<A>)); }
 
+  Mask<A> rows_sum_to_one() const {
+    const V zero{}, one = zero + 1, tolerance = zero + 4 * kRounding<A> * static_cast<A>(n_);
+    Mask<A> result = every_lane<A>();
+    for (int64_t i = 0; i < n_; ++i) {
+      V sum = zero;
+      for (int64_t j = 0; j < n_; ++j) {
+        sum += dense_.row(i)[j];
+      }
+      result = result & less_equal(absolute<A>(sum - one), tolerance);
+    }
+    return result;
+  }
+
   // The Hessenberg part moves to memory of its own or, if nothing else of the dense matrix is needed, to the beginning
   // of that one's. Rows become shorter, so that nothing is overwritten before it was read.
   HessenbergLanes<A> packed() {
@@ -100,8 +117,8 @@ class EigGroup {
     h.row(n_)[n_ - 1] = h.row(n_)[n_] = V{};
   }
 
-  // The transpose of T, both orders reversed: again quasi-triangular. Its right eigenvectors are T's left ones, reversed
-  // and conjugated.
+  // The transpose of T, both orders reversed: again quasi-triangular. Its right eigenvectors are T's left ones,
+  // reversed and conjugated.
   HessenbergLanes<A> flipped(const HessenbergLanes<A>& t) const {
     const HessenbergLanes<A> result{left_.flipped, n_};
     for (int64_t i = 0; i < n_; ++i) {
@@ -120,7 +137,8 @@ class EigGroup {
     Block right(t, real_, imag_, right_.schur);
     const bool wants_left = call_.left != nullptr;
     const HessenbergLanes<A> t_left = wants_left ? flipped(t) : t;
-    Block left(t_left, wants_left ? left_.eigenvalues : real_, wants_left ? left_.eigenvalues + n_ : imag_, left_.schur);
+    Block left(t_left, wants_left ? left_.eigenvalues : real_, wants_left ? left_.eigenvalues + n_ : imag_,
+               left_.schur);
     for (int64_t k = 0; k < n_; k += kColumns) {
       const int count = static_cast<int>(std::min<int64_t>(kColumns, n_ - k));
       right.solve(k, count);
@@ -248,8 +266,32 @@ class EigGroup {
       }
     }
     for (int lane = 0; lane < count_; ++lane) {
-      call_.info[first_ + lane] = lane_of(unsolved_, lane) ? kUnsolved : kSolved;
+      call_.info[first_ + lane] = lane_of(failed_, lane)       ? kUnsolved
+                                  : lane_of(stochastic_, lane) ? kSolved
+                                                               : kNotStochastic;
+      if (call_.row_stochastic && lane_of(balance.isolated(), lane)) {
+        put_perron_first(out + lane * n_ * 2);
+      }
     }
+  }
+
+  // The real eigenvalue closest to one; the others keep their order, in which complex pairs are neighbours.
+  void put_perron_first(A* values) const {
+    int64_t nearest = 0;
+    A distance = std::numeric_limits<A>::infinity();
+    for (int64_t i = 0; i < n_; ++i) {
+      const A candidate = values[2 * i] < 1 ? 1 - values[2 * i] : values[2 * i] - 1;
+      if (values[2 * i + 1] == 0 && candidate < distance) {
+        nearest = i;
+        distance = candidate;
+      }
+    }
+    const A value = values[2 * nearest];
+    for (int64_t i = 2 * nearest - 1; i >= 0; --i) {
+      values[i + 2] = values[i];
+    }
+    values[0] = value;
+    values[1] = 0;
   }
 
   const Eig& call_;
@@ -262,7 +304,7 @@ class EigGroup {
   Side right_{}, left_{};
   int64_t first_ = 0;
   int count_ = 0;
-  Mask<A> unsolved_;
+  Mask<A> stochastic_, failed_, unsolved_;
 };
 
 template <class A>

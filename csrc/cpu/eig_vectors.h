@@ -44,7 +44,8 @@ class SchurVectors {
   static constexpr int64_t size(int64_t n) { return (n + 1) * 2 * kColumns; }
 
   // `x`: size(n) vectors.
-  SchurVectors(HessenbergLanes<A> t, const V* real, const V* imag, V* x) : t_(t), n_(t.n), real_(real), imag_(imag), x_(x) {
+  SchurVectors(HessenbergLanes<A> t, const V* real, const V* imag, V* x)
+      : t_(t), n_(t.n), real_(real), imag_(imag), x_(x) {
     norm_ = larger<A>(t.largest(), V{} + kNothing<A>);
   }
 

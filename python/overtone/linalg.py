@@ -5,6 +5,7 @@ it is not finite or did not converge. That matrix's results are nan, and the oth
 variants raise torch.linalg.LinAlgError and name the matrices.
 """
 
+from overtone.ops.eig import eig, eig_ex, eigvals, eigvals_ex
 from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
 
-__all__ = ["eigh", "eigh_ex", "eigvalsh", "eigvalsh_ex"]
+__all__ = ["eig", "eig_ex", "eigh", "eigh_ex", "eigvals", "eigvals_ex", "eigvalsh", "eigvalsh_ex"]
