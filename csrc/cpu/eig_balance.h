@@ -214,8 +214,39 @@ class Balance {
       const Mask<A> connected = less(zero, rows_[i]) & less(zero, columns_[i]);
       lanes = lanes | (connected & (less(row * kUnlike, column) | less(column * kUnlike, row)));
     }
+    if (!any(lanes)) {
+      return;
+    }
+    const V before = largest_;
     for (int round = 0; round < kRounds && any(lanes); ++round) {
       lanes = balance_once(lanes);
+    }
+    take_back_unless_smaller(before);
+  }
+
+  // Errors of the balanced matrix come back multiplied by up to max D / min D. Where the balanced matrix is not smaller
+  // by as much, nearly reducible attention for instance, balancing would do harm.
+  void take_back_unless_smaller(V before) {
+    survey();
+    V most = scale_[0], least = scale_[0];
+    for (int64_t i = 1; i < n_; ++i) {
+      most = larger<A>(most, scale_[i]);
+      least = smaller<A>(least, scale_[i]);
+    }
+    const Mask<A> harmful = less(before * kHarm, most / least * largest_);
+    if (!any(harmful)) {
+      return;
+    }
+    const V one = V{} + 1;
+    for (int64_t i = 0; i < n_; ++i) {
+      const V up = select(harmful, scale_[i], one);
+      for (int64_t k = 0; k < n_; ++k) {
+        a_.row(i)[k] *= up;
+      }
+      for (int64_t k = 0; k < n_; ++k) {
+        a_.row(k)[i] *= one / up;
+      }
+      scale_[i] = select(harmful, one, scale_[i]);
     }
   }
 
@@ -259,6 +290,7 @@ class Balance {
 
   static constexpr A kUnlike = 32;  // below that there is little to gain
   static constexpr A kGain = static_cast<A>(0.95);
+  static constexpr A kHarm = 4;
   static constexpr int kRounds = 20;
 
   DenseLanes<A> a_;

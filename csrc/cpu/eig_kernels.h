@@ -73,7 +73,8 @@ class EigGroup {
     const int64_t n = call.n;
     const int64_t values = n * stride(n) + kSlack + 2 * n + Balance<A>::work_size(n) + Hessenberg<A>::work_size(n);
     const int64_t side = Block::size(n) + 2 * kColumns * n + HessenbergLanes<A>::size(n);
-    return values + (call.right != nullptr ? side + n : 0) + (call.left != nullptr ? side + 2 * n : 0);
+    const int64_t parts = 16 * 64 / sizeof(V);  // each part begins at a cache line
+    return values + (call.right != nullptr ? side + n : 0) + (call.left != nullptr ? side + 2 * n : 0) + parts;
   }
 
   V* take(int64_t vectors) { return reinterpret_cast<V*>(scratch_.take(vectors * kLanes<A>)); }
