@@ -188,19 +188,26 @@ class Balance {
     return -1;
   }
 
+  template <class T>
+  static OVERTONE_INLINE void exchange(T& a, T& b) {
+    const T kept = a;
+    a = b;
+    b = kept;
+  }
+
   // Rows and columns i and j change places.
   void swap(int64_t i, int64_t j, int lane) {
     if (i == j) {
       return;
     }
     for (int64_t k = 0; k < n_; ++k) {
-      std::swap(element(i, k, lane), element(j, k, lane));
+      exchange(element(i, k, lane), element(j, k, lane));
     }
     for (int64_t k = 0; k < n_; ++k) {
-      std::swap(element(k, i, lane), element(k, j, lane));
+      exchange(element(k, i, lane), element(k, j, lane));
     }
-    std::swap(count(i, lane), count(j, lane));
-    std::swap(order_[i * kLanes<A> + lane], order_[j * kLanes<A> + lane]);
+    exchange(count(i, lane), count(j, lane));
+    exchange(order_[i * kLanes<A> + lane], order_[j * kLanes<A> + lane]);
   }
 
   // Rows and columns of very different size cost accuracy: D makes them alike, as LAPACK does. The diagonal counts in

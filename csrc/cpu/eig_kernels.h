@@ -21,7 +21,10 @@ class EigGroup {
     real_ = take(n_);
     imag_ = take(n_);
     balance_work_ = take(Balance<A>::work_size(n_));
-    reduction_work_ = take(Hessenberg<A>::work_size(n_));
+    reduction_work_ = take(Hessenberg<A, V>::work_size(n_));
+    if (reduces_by_rows(call)) {
+      matrices_ = take(kLanes<A> * n_ * rows_stride(n_));
+    }
     if (call.right != nullptr) {
       taus_ = take(n_);
       packed_ = take(HessenbergLanes<A>::size(n_));
@@ -43,8 +46,7 @@ class EigGroup {
     const bool vectors = call_.right != nullptr;
     const bool deflates = call_.row_stochastic && !vectors && n_ > 1;
     const Mask<A> perron = deflates ? stochastic_ & balance.finite() & ~balance.isolated() : no_lane<A>();
-    Hessenberg<A>(dense_, reduction_work_, taus_).run(perron);
-    const HessenbergLanes<A> h = packed();
+    const HessenbergLanes<A> h = reduce(perron);
     if (vectors) {
       accumulate_reflectors<A>(dense_, taus_, reduction_work_);
     }
@@ -66,15 +68,25 @@ class EigGroup {
     V *schur, *vectors, *flipped, *eigenvalues;
   };
 
+  // From this size on a matrix at a time is reduced: a group does not fit into the cache.
+  static constexpr int64_t kByRows = 80;
+
+  // Vectors of a row; odd, so that columns do not share few cache lines.
+  static constexpr int64_t rows_stride(int64_t n) { return Hessenberg<A, A>::vectors(n) | 1; }
+
+  static bool reduces_by_rows(const Eig& call) { return call.right == nullptr && call.n >= kByRows; }
+
   // Wide enough for the Hessenberg form to be packed in place.
   static constexpr int64_t stride(int64_t n) { return LaneMatrix<A>::padded_columns(n + 4); }
 
   static int64_t size(const Eig& call) {
     const int64_t n = call.n;
-    const int64_t values = n * stride(n) + kSlack + 2 * n + Balance<A>::work_size(n) + Hessenberg<A>::work_size(n);
+    const int64_t values = n * stride(n) + kSlack + 2 * n + Balance<A>::work_size(n) + Hessenberg<A, V>::work_size(n);
     const int64_t side = Block::size(n) + 2 * kColumns * n + HessenbergLanes<A>::size(n);
+    const int64_t by_rows = reduces_by_rows(call) ? kLanes<A> * n * rows_stride(n) : 0;
     const int64_t parts = 16 * 64 / sizeof(V);  // each part begins at a cache line
-    return values + (call.right != nullptr ? side + n : 0) + (call.left != nullptr ? side + 2 * n : 0) + parts;
+    return values + by_rows + (call.right != nullptr ? side + n : 0) + (call.left != nullptr ? side + 2 * n : 0) +
+           parts;
   }
 
   V* take(int64_t vectors) { return reinterpret_cast<V*>(scratch_.take(vectors * kLanes<A>)); }
@@ -90,6 +102,48 @@ class EigGroup {
       result = result & less_equal(absolute<A>(sum - one), tolerance);
     }
     return result;
+  }
+
+  // The Hessenberg form, packed. With eigenvectors the reflectors stay in the dense matrix, so that it is reduced
+  // interleaved whatever its size.
+  HessenbergLanes<A> reduce(Mask<A> perron) {
+    if (reduces_by_rows(call_)) {
+      return reduce_by_rows(perron);
+    }
+    Hessenberg<A, V>(dense_.data, n_, dense_.stride, reduction_work_, taus_).run(perron);
+    return packed();
+  }
+
+  // One matrix after another, each stored by rows in `matrices_`.
+  HessenbergLanes<A> reduce_by_rows(Mask<A> perron) {
+    const int64_t row_size = rows_stride(n_) * kLanes<A>, matrix_size = n_ * row_size;
+    A* const matrices = reinterpret_cast<A*>(matrices_);
+    A* lanes[kLanes<A>];
+    for (int64_t i = 0; i < n_; ++i) {
+      for (int lane = 0; lane < kLanes<A>; ++lane) {
+        lanes[lane] = matrices + lane * matrix_size + i * row_size;
+        for (int64_t j = n_; j < row_size; ++j) {
+          lanes[lane][j] = 0;
+        }
+      }
+      deinterleave_run<A>(reinterpret_cast<const A*>(dense_.row(i)), n_, kLanes<A>, lanes);
+    }
+    for (int lane = 0; lane < kLanes<A>; ++lane) {
+      V* const matrix = reinterpret_cast<V*>(matrices + lane * matrix_size);
+      Hessenberg<A, A>(matrix, n_, rows_stride(n_), reduction_work_, nullptr).run(lane_of(perron, lane));
+    }
+    const HessenbergLanes<A> h{dense_.data - kSlack, n_};
+    for (int64_t i = 0; i < n_; ++i) {
+      const int64_t begin = std::max<int64_t>(i - 1, 0);
+      const A* rows[kLanes<A>];
+      for (int lane = 0; lane < kLanes<A>; ++lane) {
+        rows[lane] = matrices + lane * matrix_size + i * row_size + begin;
+      }
+      interleave_run<A>(rows, n_ - begin, reinterpret_cast<A*>(h.row(i) + begin));
+      h.row(i)[n_] = V{};
+    }
+    clear_border(h);
+    return h;
   }
 
   // The Hessenberg part moves to memory of its own or, if nothing else of the dense matrix is needed, to the beginning
@@ -302,6 +356,7 @@ class EigGroup {
   V *real_, *imag_, *balance_work_, *reduction_work_;
   V* taus_ = nullptr;
   V* packed_ = nullptr;
+  V* matrices_ = nullptr;
   Side right_{}, left_{};
   int64_t first_ = 0;
   int count_ = 0;
