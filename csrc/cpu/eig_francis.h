@@ -12,6 +12,9 @@ namespace overtone::OVERTONE_LEVEL {
 
 constexpr int kReflectors = 4;
 
+// Up to this size everything is near.
+constexpr int64_t kUnblocked = 20;
+
 // I − tau (1, v1, v2)ᵀ (1, v1, v2), on three neighbouring rows or columns.
 template <class A>
 struct Reflector {
@@ -179,6 +182,13 @@ class Francis {
     const int64_t top = schur_.data != nullptr ? 0 : begin;
     const int64_t right = schur_.data != nullptr ? n_ - 1 : end;
     Reflector<A> reflectors[kReflectors];
+    if (schur_.data == nullptr && n_ <= kUnblocked) {
+      for (int64_t k = begin; k < end; ++k) {
+        reflectors[0] = next_reflector(k, active, start);
+        reflect_near(reflectors[0], k, begin, end, end);
+      }
+      return;
+    }
     for (int64_t k0 = begin; k0 < end; k0 += kReflectors) {
       const int64_t k1 = std::min(k0 + kReflectors, end);
       const int64_t near = std::min(k1 + 2, right);
