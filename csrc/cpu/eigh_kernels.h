@@ -259,7 +259,14 @@ inline void eigh_backward(const EighBackward& call, int64_t begin, int64_t end) 
                                     : eigh_backward_items<float>(call, begin, end);
 }
 
-extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item, &eigh_solve,
-                                         &eigh_matrices_per_backward_item, &eigh_backward};
+inline void eigh_divide_by_gaps(const EighBackward& call, int64_t index, const void* m, void* k) {
+  call.type == ElementType::float64
+      ? divide_by_gaps(call, index, static_cast<const double*>(m), static_cast<double*>(k))
+      : divide_by_gaps(call, index, static_cast<const float*>(m), static_cast<float*>(k));
+}
+
+extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item,
+                                         &eigh_solve,         &eigh_matrices_per_backward_item,
+                                         &eigh_backward,      &eigh_divide_by_gaps};
 
 }  // namespace overtone::OVERTONE_LEVEL
