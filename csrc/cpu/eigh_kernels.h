@@ -88,26 +88,29 @@ class EighSolver {
       std::swap(batch.row_stride, batch.column_stride);
       upper = !upper;
     }
-    load_lanes<A>(batch, first, n_, n_, a_);
+    const LaneMatrix<A> a = a_;
+    load_lanes<A>(batch, first, n_, n_, a);
     Vector<A> largest{};
     Vector<A> not_finite{};
     for_lower([&](int64_t i, int64_t j) {
-      const Vector<A> element = upper ? a_.get(j, i) : a_.get(i, j);
+      const Vector<A> element = upper ? a.get(j, i) : a.get(i, j);
       largest = larger<A>(absolute<A>(element), largest);
       not_finite += element * A(0);
     });
-    is_finite_[k] = equal(not_finite, Vector<A>{});
-    const LaneScale<A> scale(select(is_finite_[k], largest, Vector<A>{}));
+    const Mask<A> is_finite = equal(not_finite, Vector<A>{});
+    const LaneScale<A> scale(select(is_finite, largest, Vector<A>{}));
     for_lower([&](int64_t i, int64_t j) {
-      const Vector<A> element = upper ? a_.get(j, i) : a_.get(i, j);
-      a_.set(i, j, select(is_finite_[k], scale.apply(element), Vector<A>{}));
+      const Vector<A> element = upper ? a.get(j, i) : a.get(i, j);
+      a.set(i, j, select(is_finite, scale.apply(element), Vector<A>{}));
     });
+    is_finite_[k] = is_finite;
     scale_[k] = scale;
   }
 
   template <class F>
   OVERTONE_INLINE void for_lower(const F& f) const {
-    for (int64_t i = 0; i < n_; ++i) {
+    const int64_t n = n_;
+    for (int64_t i = 0; i < n; ++i) {
       for (int64_t j = 0; j <= i; ++j) {
         f(i, j);
       }
@@ -127,11 +130,13 @@ class EighSolver {
   // Eigenvalues to their size again; NaN for those who failed.
   void finish(int k, Mask<A> failed) const {
     const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
+    const LaneScale<A> scale = scale_[k];
+    const LaneMatrix<A> z = z_[k];
     for (int64_t i = 0; i < n_; ++i) {
-      set_value(k, i, select(failed, poison, scale_[k].undo(value(k, i))));
-      for (int64_t j = 0; j < n_ && call_.vectors != nullptr; ++j) {
+      set_value(k, i, select(failed, poison, scale.undo(value(k, i))));
+      for (int64_t j = 0; j < n_ && z.data != nullptr; ++j) {
         // Adding zero: other lanes' rotations may have turned a −0 to 0, which a matrix's own bits must not show.
-        z_[k].set(i, j, select(failed, poison, z_[k].get(i, j) + Vector<A>{}));
+        z.set(i, j, select(failed, poison, z.get(i, j) + Vector<A>{}));
       }
     }
   }
@@ -141,11 +146,20 @@ class EighSolver {
     store_full(v, ql_.diagonal(k) + i * kMatrices);
   }
 
-  // Small matrices: sorted where they are, by exchanges of neighbours, so that they can be stored in one piece.
+  // Small matrices: sorted where they are, so that they can be stored in one piece. Batcher's network: which pairs are
+  // compared does not depend on the eigenvalues.
   void store_sorted(int k, int count, A* values, A* vectors) const {
-    for (int64_t end = n_ - 1; end > 0; --end) {
-      for (int64_t i = 0; i < end; ++i) {
-        exchange(k, i, vectors != nullptr);
+    for (int64_t p = kLargestSortedInLanes / 2; p > 0; p /= 2) {
+      int64_t distance = p;
+      int64_t remainder = 0;
+      for (int64_t q = kLargestSortedInLanes / 2; q >= p; q /= 2) {
+        for (int64_t i = 0; i + distance < n_; ++i) {
+          if ((i & p) == remainder) {
+            exchange(k, i, i + distance);
+          }
+        }
+        distance = q - p;
+        remainder = p;
       }
     }
     const LaneMatrix<A> row(ranks_, n_);
@@ -158,17 +172,19 @@ class EighSolver {
     }
   }
 
-  OVERTONE_INLINE void exchange(int k, int64_t i, bool with_vectors) const {
+  OVERTONE_INLINE void exchange(int k, int64_t i, int64_t j) const {
+    const LaneMatrix<A> z = z_[k];
+    const int64_t n = n_;
     const Vector<A> first = value(k, i);
-    const Vector<A> second = value(k, i + 1);
+    const Vector<A> second = value(k, j);
     const Mask<A> swaps = less(second, first);
     set_value(k, i, select(swaps, second, first));
-    set_value(k, i + 1, select(swaps, first, second));
-    for (int64_t j = 0; j < n_ && with_vectors; ++j) {
-      const Vector<A> upper = z_[k].get(i, j);
-      const Vector<A> lower = z_[k].get(i + 1, j);
-      z_[k].set(i, j, select(swaps, lower, upper));
-      z_[k].set(i + 1, j, select(swaps, upper, lower));
+    set_value(k, j, select(swaps, first, second));
+    for (int64_t column = 0; column < n && z.data != nullptr; ++column) {
+      const Vector<A> upper = z.get(i, column);
+      const Vector<A> lower = z.get(j, column);
+      z.set(i, column, select(swaps, lower, upper));
+      z.set(j, column, select(swaps, upper, lower));
     }
   }
 
