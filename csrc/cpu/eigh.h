@@ -46,6 +46,8 @@ struct EighKernels {
   void (*solve)(const Eigh&, int64_t begin, int64_t end);
   int64_t (*matrices_per_backward_item)(const EighBackward&);
   void (*backward)(const EighBackward&, int64_t begin, int64_t end);
+  // diag(grad_λ) + K of one matrix from m = Vᵀ grad_V, both contiguous; m is null if the loss has no eigenvectors.
+  void (*divide_by_gaps)(const EighBackward&, int64_t index, const void* m, void* k);
 };
 
 namespace baseline {

@@ -73,6 +73,9 @@ class EqualEigenvalues {
   // Fills in K, or reports the pair.
   void fill(int32_t* pair) const {
     const A gap = tolerance(n_) * std::max(magnitude(value(0)), magnitude(value(n_ - 1)));
+    if (!has_equal(gap)) {
+      return;
+    }
     A size = 0;
     for (int64_t i = 0; i < n_; ++i) {
       for (int64_t j = 0; j < n_; ++j) {
@@ -92,9 +95,18 @@ class EqualEigenvalues {
   }
 
  private:
+  bool has_equal(A gap) const {
+    for (int64_t i = 1; i < n_; ++i) {
+      if (value(i) - value(i - 1) <= gap) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   static A magnitude(A x) { return x < 0 ? -x : x; }
   A value(int64_t i) const { return values_[i * stride_]; }
-  A grad_value(int64_t i) const { return grad_values_[i * stride_]; }
+  A grad_value(int64_t i) const { return grad_values_ == nullptr ? A(0) : grad_values_[i * stride_]; }
   A m(int64_t i, int64_t j) const { return m_[i * row_stride_ + j * stride_]; }
   A& k(int64_t i, int64_t j) const { return k_[i * row_stride_ + j * stride_]; }
   // Of the products by which the gradients were made, relative to their size.
@@ -164,6 +176,25 @@ class EqualEigenvalues {
   int64_t row_stride_;
   int64_t stride_;
 };
+
+// The same for one matrix that has contiguous memory of its own.
+template <class A>
+void divide_by_gaps(const EighBackward& call, int64_t index, const A* m, A* k) {
+  const int64_t n = call.n;
+  const A* values = static_cast<const A*>(call.values) + index * n;
+  const A* grad_values = call.grad_values == nullptr ? nullptr : static_cast<const A*>(call.grad_values) + index * n;
+  for (int64_t i = 0; i < n; ++i) {
+    k[i * n + i] = grad_values == nullptr ? A(0) : grad_values[i];
+    for (int64_t j = 0; j < i; ++j) {
+      const A element = m == nullptr ? A(0) : A(0.5) * (m[i * n + j] - m[j * n + i]) / (values[j] - values[i]);
+      k[i * n + j] = element;
+      k[j * n + i] = element;
+    }
+  }
+  if (m != nullptr) {
+    EqualEigenvalues<A>(n, values, grad_values, m, k, n, 1).fill(call.pair + 2 * index);
+  }
+}
 
 template <class A>
 class EighGradient {

@@ -65,9 +65,6 @@ class ImplicitQl {
   // Matrices are at most about 1 in size. Entries below this would lose digits when they are squared.
   static constexpr A kNegligible = sizeof(A) == 8 ? A(1e-150) : A(1e-17);
 
-  P load_d(int64_t i) const { return P::load(d_ + i * kStride); }
-  P load_e(int64_t i) const { return P::load(e_ + i * kStride); }
-
   // Every lane's window [low, high] and its shift; entries [first_, last_] are in some lane's window.
   void find_windows() {
     const P epsilon = P::all(std::numeric_limits<A>::epsilon() / 2);
@@ -75,41 +72,49 @@ class ImplicitQl {
     const PMask nobody = make_mask<A, kGroups>([](int) { return no_lane<A>(); });
     PMask seen = nobody;
     PMask closed = nobody;
-    low_ = P::all(0);
-    high_ = P::all(static_cast<A>(n_ - 1));
+    P low = P::all(0);
+    P high = P::all(static_cast<A>(n_ - 1));
     P d_low = P::all(0);
     P d_next = P::all(1);
     P e_low = P::all(1);
-    first_ = n_;
-    last_ = -1;
-    P d = load_d(begin_);
-    for (int64_t i = begin_; i + 1 < n_; ++i) {
-      const P next = load_d(i + 1);
-      const P e = load_e(i);
+    int64_t first = n_;
+    int64_t last = -1;
+    const A* diagonal = d_;
+    A* off_diagonal = e_;
+    const int64_t n = n_;
+    P d = P::load(diagonal + begin_ * kStride);
+    for (int64_t i = begin_; i + 1 < n; ++i) {
+      const P next = P::load(diagonal + (i + 1) * kStride);
+      const P e = P::load(off_diagonal + i * kStride);
       const PMask is_small = less_equal(absolute(e), epsilon * (absolute(d) + absolute(next)) + negligible);
       const PMask begins = ~(is_small | seen);
-      select(is_small, P::all(0), e).store(e_ + i * kStride);
       const PMask ends = is_small & seen & ~closed;
       const P index = P::all(static_cast<A>(i));
-      low_ = select(begins, index, low_);
-      high_ = select(ends, index, high_);
+      select(is_small, P::all(0), e).store(off_diagonal + i * kStride);
+      low = select(begins, index, low);
+      high = select(ends, index, high);
       d_low = select(begins, d, d_low);
       d_next = select(begins, next, d_next);
       e_low = select(begins, e, e_low);
       seen = seen | begins;
       closed = closed | ends;
       if (any(seen & ~closed)) {
-        first_ = std::min(first_, i);
-        last_ = i;
+        first = std::min(first, i);
+        last = i;
       }
       d = next;
     }
+    low_ = low;
+    high_ = high;
     is_active_ = seen;
-    begin_ = std::min(first_, n_ - 1);  // what lies before has fallen apart in every lane, for good
+    first_ = first;
+    last_ = last;
+    begin_ = std::min(first, n - 1);  // what lies before has fallen apart in every lane, for good
     // Wilkinson's shift: the eigenvalue of the window's first 2 × 2 block that is nearer to its first entry.
-    const P g = (d_next - d_low) / (P::all(2) * e_low);
-    const P root = square_root(g * g + P::all(1));
-    shift_ = d_low - e_low / (g + with_sign_of(root, g));
+    const P half = P::all(A(0.5)) * (d_next - d_low);
+    const P square = half * half + e_low * e_low;
+    const P root = square * reciprocal_root(square);
+    shift_ = d_low - e_low * e_low / (half + with_sign_of(root, half));
   }
 
   // One sweep, from the end of the windows to their beginning.
@@ -117,21 +122,29 @@ class ImplicitQl {
     const P zero = P::all(0);
     const P one = P::all(1);
     const P tiny = P::all(kNegligible * kNegligible);
+    // Local copies: the compiler must take every store of a vector for a change of any member.
     A* cosines = cosines_[sweep];
     A* sines = sines_[sweep];
+    A* diagonal = d_;
+    A* off_diagonal = e_;
+    const P low = low_;
+    const P high = high_;
+    const P shift = shift_;
+    const PMask is_active = is_active_;
+    const int64_t first = first_;
     P c = one;
     P s = one;
     P p = zero;
     P g = zero;
-    P next = load_d(last_ + 1);
-    for (int64_t i = last_; i >= first_; --i) {
+    P next = P::load(diagonal + (last_ + 1) * kStride);
+    for (int64_t i = last_; i >= first; --i) {
       const P index = P::all(static_cast<A>(i));
-      const PMask starts = is_active_ & equal(high_, P::all(static_cast<A>(i + 1)));
-      const PMask is_inside = is_active_ & less_equal(low_, index) & less(index, high_);
-      const PMask stops = is_active_ & equal(low_, index);
-      const P d = load_d(i);
-      const P e = load_e(i);
-      g = select(starts, next - shift_, g);
+      const PMask starts = is_active & equal(high, P::all(static_cast<A>(i + 1)));
+      const PMask is_inside = is_active & less_equal(low, index) & less(index, high);
+      const PMask stops = is_active & equal(low, index);
+      const P d = P::load(diagonal + i * kStride);
+      const P e = P::load(off_diagonal + i * kStride);
+      g = select(starts, next - shift, g);
       c = select(starts, one, c);
       s = select(starts, one, s);
       p = select(starts, zero, p);
@@ -147,18 +160,19 @@ class ImplicitQl {
       const P r = (d - moved) * s + P::all(2) * c * b;
       p = s * r;
       g = c * r - b;
-      select(is_inside, moved + p, next).store(d_ + (i + 1) * kStride);
+      select(is_inside, moved + p, next).store(diagonal + (i + 1) * kStride);
       const PMask chased = is_inside & ~starts;
-      select(chased, square * inverse, load_e(i + 1)).store(e_ + (i + 1) * kStride);
+      select(chased, square * inverse, P::load(off_diagonal + (i + 1) * kStride))
+          .store(off_diagonal + (i + 1) * kStride);
       next = select(stops, d - p, d);
-      select(stops, g, e).store(e_ + i * kStride);
+      select(stops, g, e).store(off_diagonal + i * kStride);
       select(is_inside, c, one).store(cosines + i * kStride);
       select(is_inside, s, zero).store(sines + i * kStride);
     }
-    next.store(d_ + first_ * kStride);
+    next.store(diagonal + first * kStride);
   }
 
-  void rotate(const LaneMatrix<A>& z, int group, int sweeps) const {
+  void rotate(LaneMatrix<A> z, int group, int sweeps) const {
     int64_t column = 0;
     for (; column + 8 <= n_; column += 8) {
       rotate_block<8>(z, group, sweeps, column);
@@ -173,16 +187,18 @@ class ImplicitQl {
   }
 
   template <int kColumns>
-  OVERTONE_INLINE void rotate_block(const LaneMatrix<A>& z, int group, int sweeps, int64_t column) const {
+  OVERTONE_INLINE void rotate_block(LaneMatrix<A> z, int group, int sweeps, int64_t column) const {
     for (int sweep = 0; sweep < sweeps; ++sweep) {
       const A* cosines = cosines_[sweep] + group * kLanes<A>;
       const A* sines = sines_[sweep] + group * kLanes<A>;
+      const int64_t begin = begins_[sweep];
+      const int64_t end = ends_[sweep];
       Vector<A> carried[kColumns];
       OVERTONE_UNROLL
       for (int k = 0; k < kColumns; ++k) {
-        carried[k] = z.get(ends_[sweep] + 1, column + k);
+        carried[k] = z.get(end + 1, column + k);
       }
-      for (int64_t i = ends_[sweep]; i >= begins_[sweep]; --i) {
+      for (int64_t i = end; i >= begin; --i) {
         const Vector<A> c = load_full(cosines + i * kStride);
         const Vector<A> s = load_full(sines + i * kStride);
         OVERTONE_UNROLL
@@ -194,7 +210,7 @@ class ImplicitQl {
       }
       OVERTONE_UNROLL
       for (int k = 0; k < kColumns; ++k) {
-        z.set(begins_[sweep], column + k, carried[k]);
+        z.set(begin, column + k, carried[k]);
       }
     }
   }

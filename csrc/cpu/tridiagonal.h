@@ -50,7 +50,7 @@ class Tridiagonalization {
   }
 
   // Qᵀ: row c is the c-th column of Q.
-  void form_q(const LaneMatrix<A>& q) const {
+  void form_q(LaneMatrix<A> q) const {
     for (int64_t c = 0; c < n_; ++c) {
       for (int64_t r = 0; r < n_; ++r) {
         q.set(c, r, broadcast(A(c == r)));
@@ -80,12 +80,13 @@ class Tridiagonalization {
 
   // The update of step i + 1, on row i.
   void update_row(int64_t i) const {
+    const LaneMatrix<A> a = a_;
     const A* v = reflector(i + 1);
     const A* w = update_of(i + 1);
     const Vector<A> vi = at(v, i);
     const Vector<A> wi = at(w, i);
     for (int64_t j = 0; j <= i; ++j) {
-      a_.set(i, j, a_.get(i, j) - vi * at(w, j) - wi * at(v, j));
+      a.set(i, j, a.get(i, j) - vi * at(w, j) - wi * at(v, j));
     }
   }
 
@@ -93,20 +94,20 @@ class Tridiagonalization {
 
   // H = I − τ v vᵀ that takes row i to its last element but the diagonal, which is returned.
   OVERTONE_INLINE Vector<A> make_reflector(int64_t i) const {
-    Vector<A> squares[2] = {};
+    A* row = reflector(i);
+    Vector<A> rest{};
     for (int64_t j = 0; j < i - 1; ++j) {
-      squares[j & 1] += a_.get(i, j) * a_.get(i, j);
+      rest += at(row, j) * at(row, j);
     }
-    const Vector<A> rest = squares[0] + squares[1];
-    const Vector<A> first = a_.get(i, i - 1);
+    const Vector<A> first = at(row, i - 1);
     const Mask<A> is_reduced = less_equal(rest, broadcast(kNegligibleSquare));
     const Vector<A> image = -with_sign_of<A>(square_root(first * first + rest), first);
     put(select(is_reduced, Vector<A>{}, (image - first) / image), tau_, i);
     const Vector<A> scale = select(is_reduced, Vector<A>{}, A(1) / (first - image));
     for (int64_t j = 0; j < i - 1; ++j) {
-      a_.set(i, j, a_.get(i, j) * scale);
+      put(at(row, j) * scale, row, j);
     }
-    a_.set(i, i - 1, broadcast(A(1)));
+    put(broadcast(A(1)), row, i - 1);
     return select(is_reduced, first, image);
   }
 
@@ -124,6 +125,9 @@ class Tridiagonalization {
 
   template <bool kUpdate, int kRows>
   OVERTONE_INLINE void multiply_rows(int64_t i, int64_t row) const {
+    // Local copies: the compiler must take every store of a vector for a change of any member.
+    const LaneMatrix<A> a = a_;
+    A* products = products_;
     const A* v = reflector(i);
     const A* old_v = kUpdate ? reflector(i + 1) : v;
     const A* old_w = update_of(i + 1);
@@ -138,10 +142,10 @@ class Tridiagonalization {
       old_wr[k] = kUpdate ? at(old_w, row + k) : Vector<A>{};
     }
     const auto updated = [&](int k, int64_t j, Vector<A> old_vj, Vector<A> old_wj) {
-      Vector<A> element = a_.get(row + k, j);
+      Vector<A> element = a.get(row + k, j);
       if constexpr (kUpdate) {
         element = element - old_vr[k] * old_wj - old_wr[k] * old_vj;
-        a_.set(row + k, j, element);
+        a.set(row + k, j, element);
       }
       return element;
     };
@@ -149,14 +153,14 @@ class Tridiagonalization {
       const Vector<A> vj = at(v, j);
       const Vector<A> old_vj = kUpdate ? at(old_v, j) : Vector<A>{};
       const Vector<A> old_wj = kUpdate ? at(old_w, j) : Vector<A>{};
-      Vector<A> product = at(products_, j);
+      Vector<A> product = at(products, j);
       OVERTONE_UNROLL
       for (int k = 0; k < kRows; ++k) {
         const Vector<A> element = updated(k, j, old_vj, old_wj);
         sum[k] += element * vj;
         product += element * vr[k];
       }
-      put(product, products_, j);
+      put(product, products, j);
     }
     OVERTONE_UNROLL
     for (int k = 0; k < kRows; ++k) {
@@ -171,27 +175,28 @@ class Tridiagonalization {
     }
     OVERTONE_UNROLL
     for (int k = 0; k < kRows; ++k) {
-      put(sum[k], products_, row + k);
+      put(sum[k], products, row + k);
     }
   }
 
   // From the products Av to w, so that HAH = A − v wᵀ − w vᵀ.
   void finish_update(int64_t i) const {
     const A* v = reflector(i);
+    const A* products = products_;
     const Vector<A> tau = at(tau_, i);
-    Vector<A> dots[2] = {};
+    Vector<A> dot{};
     for (int64_t j = 0; j < i; ++j) {
-      dots[j & 1] += at(products_, j) * at(v, j);
+      dot += at(products, j) * at(v, j);
     }
-    const Vector<A> half = A(0.5) * tau * (dots[0] + dots[1]);
+    const Vector<A> half = A(0.5) * tau * dot;
     A* w = update_of(i);
     for (int64_t j = 0; j < i; ++j) {
-      put(tau * (at(products_, j) - half * at(v, j)), w, j);
+      put(tau * (at(products, j) - half * at(v, j)), w, j);
     }
   }
 
   template <int kColumns>
-  OVERTONE_INLINE void reflect(int64_t i, int64_t column, const LaneMatrix<A>& q) const {
+  OVERTONE_INLINE void reflect(int64_t i, int64_t column, LaneMatrix<A> q) const {
     const A* v = reflector(i);
     Vector<A> dot[kColumns] = {};
     for (int64_t r = 0; r < i; ++r) {
