@@ -5,11 +5,15 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/eig_lapack.h"
 #include "cpu/isa.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
 namespace {
+
+constexpr int64_t kLargestForLanes = 512;
+constexpr int64_t kLargest = 4000;  // beyond it float32 cannot count the elements of a packed matrix
 
 const EigKernels& kernels(const char* op) {
 #if defined(__x86_64__)
@@ -22,6 +26,12 @@ const EigKernels& kernels(const char* op) {
   return chosen;
 }
 
+// Whether a matrix per lane is faster than LAPACK. Measured: a group takes as long as LAPACK takes for about n/90
+// matrices, whatever the lanes. Threads must not matter, or they would change the bits.
+bool is_for_lanes(const Eig& call, int64_t groups) {
+  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * 90;
+}
+
 // What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the
 // right ones are one.
 std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic, bool right, bool left) {
@@ -29,6 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
   STD_TORCH_CHECK(a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double, op,
                   ": A must be float32 or float64");
+  STD_TORCH_CHECK(a.size(-1) <= kLargest, op, ": A must have at most ", kLargest, " rows");
   const MatricesView matrices(a);
   Eig call;
   call.matrices = matrices.batch;
@@ -51,8 +62,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   } else if (call.matrices.count > 0) {
     const auto& run = kernels(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
-    const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
-    torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { run.eig(call, begin, end); });
+    if (row_stochastic || is_for_lanes(call, groups)) {
+      const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
+      torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { run.eig(call, begin, end); });
+    } else {
+      note_kernel(op, "lapack");
+      solve_by_lapack(call, run, a);
+    }
   }
   return {values, right_vectors, left_vectors, info};
 }

@@ -72,7 +72,7 @@ struct HessenbergLanes {
 
   OVERTONE_INLINE Vector<A>* row(int64_t i) const { return data + offset(i, 0, n); }
 
-  // Where row i begins, for whole numbers i that differ between the lanes; exact in float32 up to n = 1000.
+  // Where row i begins, for whole numbers i that differ between the lanes; exact in float32 up to n = 4000.
   OVERTONE_INLINE Vector<A> row_offset(Vector<A> i) const {
     return i * static_cast<A>(n + 3) - i * (i - 1) * static_cast<A>(0.5) + 3;
   }

@@ -7,5 +7,17 @@ variants raise torch.linalg.LinAlgError and name the matrices.
 
 from overtone.ops.eig import eig, eig_ex, eigvals, eigvals_ex
 from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
+from overtone.ops.extremal import ExtremalResult, extremal_eigvals
 
-__all__ = ["eig", "eig_ex", "eigh", "eigh_ex", "eigvals", "eigvals_ex", "eigvalsh", "eigvalsh_ex"]
+__all__ = [
+    "ExtremalResult",
+    "eig",
+    "eig_ex",
+    "eigh",
+    "eigh_ex",
+    "eigvals",
+    "eigvals_ex",
+    "eigvalsh",
+    "eigvalsh_ex",
+    "extremal_eigvals",
+]

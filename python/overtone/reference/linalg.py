@@ -105,7 +105,7 @@ def eig_ex(A: Tensor) -> EigExResult:
 def eigvals_ex(A: Tensor, *, row_stochastic: bool = False) -> EigvalsExResult:
     values, info = _solve(lambda A: (torch.linalg.eigvals(A),), A, A)
     if row_stochastic:
-        is_bad = (info == 0) & ~_rows_sum_to_one(A)
+        is_bad = (info == 0) & ~rows_sum_to_one(A)
         values, info = perron_first(_poison(values, is_bad)), info.masked_fill(is_bad, NOT_STOCHASTIC)
     return EigvalsExResult(values, info)
 
@@ -119,7 +119,7 @@ def perron_first(values: Tensor) -> Tensor:
     return values.gather(-1, torch.where(place == 0, perron, place - (place <= perron).long()))
 
 
-def _rows_sum_to_one(A: Tensor) -> Tensor:
+def rows_sum_to_one(A: Tensor) -> Tensor:
     tolerance = 2 * A.shape[-1] * torch.finfo(A.dtype).eps
     return ((A.sum(-1) - 1).abs() <= tolerance).all(-1)
 
