@@ -66,6 +66,50 @@ def exercise_attention(size: tuple[int, ...], dtype: torch.dtype, strided: bool)
     return calls
 
 
+# (batch, n): around the lanes, the blocks of rows and the change to LAPACK; nothing in them.
+EIGH_SIZES = [(1, 1), (3, 2), (33, 3), (17, 4), (9, 8), (40, 16), (5, 17), (33, 33), (2, 70), (0, 4), (3, 0)]
+
+
+def exercise_eigh(size: tuple[int, int], dtype: torch.dtype) -> int:
+    """eigh and eigvalsh, forward and backward, every layout, equal eigenvalues and a bad member too; the calls."""
+    batch, n = size
+    calls = 0
+    for layout in shapes.LAYOUTS:
+        a = torch.randn(batch, n, n).to(dtype)
+        a[:1] = torch.eye(n)
+        a[2:3] = float("nan")
+        leaf = shapes.with_layout(a, layout).detach().requires_grad_()
+        for uplo in ("L", "U"):
+            values, vectors, _ = ot.linalg.eigh_ex(leaf, uplo, backend="cpu")
+            (values.nan_to_num().sum() + (vectors * values[..., None, :]).nan_to_num().square().sum()).backward()
+            ot.linalg.eigvalsh_ex(leaf.detach(), uplo, backend="cpu")
+            calls += 3
+    return calls
+
+
+# (batch, n): around the lanes, the blocks of reflectors and vectors, matrices reduced by rows, and LAPACK.
+EIG_SIZES = [(1, 1), (3, 2), (33, 3), (17, 4), (9, 5), (18, 21), (5, 33), (9, 81), (1, 100), (0, 4), (3, 0)]
+
+
+def exercise_eig(size: tuple[int, int], dtype: torch.dtype) -> int:
+    """eig and eigvals, forward and backward: strides, isolated eigenvalues, bad scales and members; the calls."""
+    batch, n = size
+    calls = 0
+    for layout in ("contiguous", "transposed", "offset"):
+        a = torch.randn(batch, n, n).to(dtype)
+        a[:1] = a[:1].tril()
+        a[1:2] *= torch.logspace(-6, 6, n, dtype=dtype)
+        a[2:3] = float("nan")
+        a[3:4] *= torch.finfo(dtype).tiny
+        leaf = shapes.with_layout(a, layout).detach().requires_grad_()
+        values, vectors, info = ot.linalg.eig_ex(leaf, backend="cpu")
+        (values[4:].abs().sum() + vectors[4:].abs().square().sum()).backward()
+        ot.linalg.eigvals_ex(leaf.detach(), backend="cpu")
+        ot.linalg.eigvals_ex(leaf.detach().softmax(-1), row_stochastic=True, backend="cpu")
+        calls += 4
+    return calls
+
+
 def main() -> None:
     calls = 0
     for level in _C.available_isas():
@@ -75,6 +119,8 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             for mask in (None, shapes.random_mask(size[:-1], generator), torch.zeros(size[:-1], dtype=torch.bool)):
                 calls += exercise(x, mask)
+        calls += sum(exercise_eig(size, dtype) for size in EIG_SIZES for dtype in DTYPES[:2])
+        calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)

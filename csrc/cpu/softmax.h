@@ -60,19 +60,6 @@ void mask_logits(const AttentionInputs& call, int64_t image, int64_t head, int64
   }
 }
 
-template <class A>
-OVERTONE_INLINE Vector<A> larger(Vector<A> a, Vector<A> b) {
-#if OVERTONE_VECTOR_BYTES == 64
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_maskz_max_ps(0xffff, a, b);
-  } else {
-    return _mm512_maskz_max_pd(0xff, a, b);
-  }
-#else
-  return a > b ? a : b;
-#endif
-}
-
 // Online softmax of one row: the running maximum and sum, and what earlier sums must be multiplied with.
 template <class A>
 struct SoftmaxRow {

@@ -26,6 +26,8 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS},
+    "eig": {"cpu": (torch.float32, torch.float64)},
+    "eigh": {"cpu": (torch.float32, torch.float64)},
 }
 
 
