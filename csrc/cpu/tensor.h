@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu/element_type.h"
+#include "cpu/matrix_batch.h"
 
 namespace overtone {
 
@@ -67,5 +68,19 @@ inline std::vector<int64_t> leading_offsets(const Tensor& tensor, int64_t dims) 
   }
   return offsets;
 }
+
+// The matrices of a tensor [..., rows, columns]; keeps the offsets alive that the batch points to.
+struct MatricesView {
+  std::vector<int64_t> offsets;
+  MatrixBatch batch;
+
+  explicit MatricesView(const Tensor& tensor) : offsets(leading_offsets(tensor, tensor.dim() - 2)) {
+    batch.data = tensor.data_ptr();
+    batch.row_stride = tensor.stride(-2);
+    batch.column_stride = tensor.stride(-1);
+    batch.offsets = offsets.data();
+    batch.count = static_cast<int64_t>(offsets.size());
+  }
+};
 
 }  // namespace overtone

@@ -26,6 +26,7 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS},
+    "eigh": {},
 }
 
 

@@ -163,6 +163,12 @@ def _solve_one(solver: Callable, matrix: Tensor) -> tuple[Tensor, ...] | None:
 
 def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     *results, info = outcome
+    raise_unsolved(function, info)
+    return tuple(results)
+
+
+def raise_unsolved(function: str, info: Tensor) -> None:
+    """Raise LinAlgError if any matrix has an info other than zero, and name the first few."""
     if info.any():
         members = [tuple(index) for index in info.nonzero().tolist()]
         which = f" {', '.join(map(str, members[:5]))}" if info.dim() > 0 else ""
@@ -170,4 +176,3 @@ def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         raise torch.linalg.LinAlgError(
             f"{function}: A: matrix{which}{more} is not finite or did not converge; {function}_ex solves the others"
         )
-    return tuple(results)
