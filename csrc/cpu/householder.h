@@ -23,6 +23,10 @@ OVERTONE_INLINE Vector<A> inverse_power_of_two(Vector<A> largest) {
   return (Vector<A>)((inverse > 1 ? inverse : IntegerVector{} + 1) << kMantissa);
 }
 
+// Matrices whose largest element is below this, or above its inverse, are scaled before they are factored.
+template <class A>
+constexpr A kSmallSize = std::is_same_v<A, double> ? A{0x1p-400} : A{0x1p-40};
+
 // The largest magnitude of a row of whole vectors.
 template <class A>
 OVERTONE_INLINE A largest_magnitude(const A* x, int64_t size) {
@@ -97,7 +101,7 @@ class Householder {
       }
     }
     // Matrices of a usual size stay as they are: scaling them would change nothing.
-    const bool is_usual = largest >= kSmall && largest <= kLarge;
+    const bool is_usual = largest >= kSmallSize<A> && largest <= 1 / kSmallSize<A>;
     const A scale = is_usual ? A{1} : inverse_power_of_two<A>(broadcast(largest))[0];
     unscale_ = 1 / scale;
     for (int64_t j = 0; !is_usual && j < columns_; ++j) {
@@ -149,9 +153,6 @@ class Householder {
   }
 
  private:
-  static constexpr A kLarge = std::is_same_v<A, double> ? A{0x1p400} : A{0x1p40};
-  static constexpr A kSmall = 1 / kLarge;
-
   // Reduces the panel's columns one by one. Every reflector is kept whole, with its zeros and its one.
   void factor_panel(int64_t first, int64_t width) {
     const int64_t size = padded_to(rows_ - first, kLanes<A>);

@@ -84,4 +84,21 @@ void store_transposed(const A* source, int64_t ld, int64_t rows, int64_t columns
   }
 }
 
+// Makes a square matrix symmetric: its lower triangle, mirrored, becomes the upper one.
+template <class A>
+void mirror_lower(A* c, int64_t ld, int64_t size) {
+  constexpr int kSize = kLanes<A>;
+  for (int64_t i = 0; i < size; i += kSize) {
+    const int64_t rows = std::min<int64_t>(kSize, size - i);
+    if (i > 0) {  // whole squares left of the diagonal one
+      store_transposed(c + i * ld, ld, rows, i, c + i, ld, [](int64_t, int64_t, Vector<A> v) { return v; });
+    }
+    for (int64_t row = i; row < i + rows; ++row) {
+      for (int64_t column = i; column < row; ++column) {
+        c[column * ld + row] = c[row * ld + column];
+      }
+    }
+  }
+}
+
 }  // namespace overtone::OVERTONE_LEVEL

@@ -3,8 +3,19 @@
 
 #include "cpu/householder.h"
 #include "cpu/interleave.h"
+#include "cpu/qr.h"
 
 namespace overtone::OVERTONE_LEVEL {
+
+// A matrix that has no decomposition has NaN for one.
+template <class A>
+void poison_results(const QrForward& call, int64_t member) {
+  constexpr A kNaN = std::numeric_limits<A>::quiet_NaN();
+  A* q = static_cast<A*>(call.q) + member * call.rows * call.q_columns;
+  A* r = static_cast<A*>(call.r) + member * call.r_rows * call.columns;
+  std::fill(q, q + call.rows * call.q_columns, kNaN);
+  std::fill(r, r + call.r_rows * call.columns, kNaN);
+}
 
 // X[:, j] ← X[:, j] − τ (v · X[:, j]) v for kColumns columns, in the rows from `first` on; v is `first`'s column of
 // `reflectors` below its one on the diagonal.

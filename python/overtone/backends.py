@@ -27,6 +27,7 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS},
     "eigh": {},
+    "qr": {"cpu": (torch.float32, torch.float64)},
 }
 
 

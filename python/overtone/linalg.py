@@ -6,5 +6,6 @@ variants raise torch.linalg.LinAlgError and name the matrices.
 """
 
 from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
+from overtone.ops.qr import qr, qr_ex
 
-__all__ = ["eigh", "eigh_ex", "eigvalsh", "eigvalsh_ex"]
+__all__ = ["eigh", "eigh_ex", "eigvalsh", "eigvalsh_ex", "qr", "qr_ex"]
