@@ -90,7 +90,7 @@ class Householder {
 
   // Takes a matrix; false if it is not finite.
   bool load(const MatrixRows& a) {
-    pack_block(MatrixRows{a.type, a.data, a.column_stride, a.row_stride}, 0, 0, columns_, rows_, x_, ld_);
+    pack_block(transposed(a), 0, 0, columns_, rows_, x_, ld_);
     std::fill(signs_, signs_ + ld_, A{1});
     A largest = 0;
     Vector<A> poison{};  // x · 0 is not zero for infinities and NaN, which comparisons would skip

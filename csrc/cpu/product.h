@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/gemm.h"
+#include "cpu/matrix_batch.h"
 #include "cpu/packing.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -12,6 +13,15 @@ constexpr int64_t padded_stride(int64_t size) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(A));
   return (((size + kLine - 1) / kLine) | 1) * kLine;
 }
+
+// Matrix `member` of a batch whose elements are of type A.
+template <class A>
+MatrixRows member_rows(const MatrixBatch& batch, int64_t member) {
+  const A* first = static_cast<const A*>(batch.data) + batch.offsets[member];
+  return {buffer_rows<A>(first, 0, 0).type, const_cast<A*>(first), batch.row_stride, batch.column_stride};
+}
+
+inline MatrixRows transposed(const MatrixRows& a) { return {a.type, a.data, a.column_stride, a.row_stride}; }
 
 // Packs rows [row, row + rows) and columns [column, column + columns) of `source`, whichever way it lies.
 template <class A>

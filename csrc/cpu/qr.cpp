@@ -3,7 +3,6 @@
 #include "cpu/qr.h"
 
 #include <algorithm>
-#include <string>
 #include <tuple>
 
 #include "cpu/isa.h"
@@ -65,16 +64,6 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
                                 [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
   }
   return {q, r, info};
-}
-
-// "(1, 2)" for the flat index of a matrix in a batch of these sizes.
-std::string member_name(int64_t member, const std::vector<int64_t>& sizes) {
-  std::string name;
-  for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-    name = std::to_string(member % *size) + (name.empty() ? "" : ", ") + name;
-    member /= *size;
-  }
-  return sizes.empty() ? "" : " (" + name + ")";
 }
 
 Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, Tensor q, Tensor r) {

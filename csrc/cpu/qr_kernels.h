@@ -9,12 +9,6 @@
 namespace overtone::OVERTONE_LEVEL {
 
 template <class A>
-MatrixRows member_rows(const MatrixBatch& batch, int64_t member) {
-  const A* first = static_cast<const A*>(batch.data) + batch.offsets[member];
-  return {buffer_rows<A>(first, 0, 0).type, const_cast<A*>(first), batch.row_stride, batch.column_stride};
-}
-
-template <class A>
 void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
   if (call.is_small()) {
     LaneQr<A> lanes(call);
@@ -87,8 +81,7 @@ class QrGradient {
       return;
     }
     const MatrixRows grad_q = member_rows<A>(call_.grad_q, member);
-    pack_block(MatrixRows{grad_q.type, grad_q.data, grad_q.column_stride, grad_q.row_stride}, 0, 0, columns_, rows_, x_,
-               ld_);
+    pack_block(transposed(grad_q), 0, 0, columns_, rows_, x_, ld_);
   }
 
   // The lower triangle of R ∂Rᵀ − ∂Qᵀ Q.
@@ -96,11 +89,10 @@ class QrGradient {
     std::fill(c_, c_ + columns_ * ld_square_, A{0});
     if (call_.grad_r.data != nullptr) {
       const MatrixRows grad_r = member_rows<A>(call_.grad_r, member);
-      const MatrixRows transposed{grad_r.type, grad_r.data, grad_r.column_stride, grad_r.row_stride};
       multiply<A>(
           columns_, columns_, r, columns_, panel_,
           [&](int64_t column, int64_t width, int64_t depth, A* out, int64_t ld) {
-            pack_block(transposed, depth, column, columns_ - depth, width, out, ld);
+            pack_block(transposed(grad_r), depth, column, columns_ - depth, width, out, ld);
           },
           [&](int64_t column, int64_t) {
             return Extent{column, columns_, column};  // R is zero left of its diagonal
@@ -123,12 +115,10 @@ class QrGradient {
 
   // x ← ∂Qᵀ + C Qᵀ.
   void add_product(const A* q) {
-    MatrixRows transposed = buffer_rows<A>(q, 0, 1);
-    transposed.column_stride = columns_;
     multiply<A>(
         rows_, columns_, c_, ld_square_, panel_,
         [&](int64_t column, int64_t width, int64_t, A* out, int64_t ld) {
-          pack_block(transposed, 0, column, columns_, width, out, ld);
+          pack_block(transposed(buffer_rows<A>(q, 0, columns_)), 0, column, columns_, width, out, ld);
         },
         whole(columns_),
         [&](int64_t row, int64_t column, Vector<A> sum) {

@@ -17,52 +17,51 @@ void poison_results(const QrForward& call, int64_t member) {
   std::fill(r, r + call.r_rows * call.columns, kNaN);
 }
 
-// X[:, j] ← X[:, j] − τ (v · X[:, j]) v for kColumns columns, in the rows from `first` on; v is `first`'s column of
-// `reflectors` below its one on the diagonal.
+// x_j ← x_j − τ (v · x_j) v for kColumns neighbouring columns x_j, all of `rows` rows; v's first element is 1 and not
+// read. Pointers and strides are locals: a member would be read again after every store.
 template <class A, int kColumns>
-OVERTONE_INLINE void reflect_lanes(const LaneMatrix<A>& reflectors, int64_t first, int64_t rows, Vector<A> tau,
-                                   const LaneMatrix<A>& x, int64_t column) {
+OVERTONE_INLINE void reflect_lanes(const A* v, int64_t v_stride, A* x, int64_t x_stride, int64_t rows, Vector<A> tau) {
   Vector<A> sums[kColumns];
   OVERTONE_UNROLL
   for (int j = 0; j < kColumns; ++j) {
-    sums[j] = x.get(first, column + j);
+    sums[j] = load_full(x + j * kLanes<A>);
   }
-  for (int64_t i = first + 1; i < rows; ++i) {
-    const Vector<A> v = reflectors.get(i, first);
+  for (int64_t i = 1; i < rows; ++i) {
+    const Vector<A> v_part = load_full(v + i * v_stride);
     OVERTONE_UNROLL
     for (int j = 0; j < kColumns; ++j) {
-      sums[j] += v * x.get(i, column + j);
+      sums[j] += v_part * load_full(x + i * x_stride + j * kLanes<A>);
     }
   }
   OVERTONE_UNROLL
   for (int j = 0; j < kColumns; ++j) {
     sums[j] *= tau;
-    x.set(first, column + j, x.get(first, column + j) - sums[j]);
+    store_full(load_full(x + j * kLanes<A>) - sums[j], x + j * kLanes<A>);
   }
-  for (int64_t i = first + 1; i < rows; ++i) {
-    const Vector<A> v = reflectors.get(i, first);
+  for (int64_t i = 1; i < rows; ++i) {
+    const Vector<A> v_part = load_full(v + i * v_stride);
+    A* out = x + i * x_stride;
     OVERTONE_UNROLL
     for (int j = 0; j < kColumns; ++j) {
-      x.set(i, column + j, x.get(i, column + j) - sums[j] * v);
+      store_full(load_full(out + j * kLanes<A>) - sums[j] * v_part, out + j * kLanes<A>);
     }
   }
 }
 
+// The same for `columns` columns.
 template <class A>
-void reflect_lanes(const LaneMatrix<A>& reflectors, int64_t first, int64_t rows, Vector<A> tau, const LaneMatrix<A>& x,
-                   int64_t begin, int64_t end) {
-  int64_t j = begin;
-  for (; j + 8 <= end; j += 8) {
-    reflect_lanes<A, 8>(reflectors, first, rows, tau, x, j);
+void reflect_lanes(const A* v, int64_t v_stride, A* x, int64_t x_stride, int64_t rows, int64_t columns, Vector<A> tau) {
+  for (; columns >= 8; columns -= 8, x += 8 * kLanes<A>) {
+    reflect_lanes<A, 8>(v, v_stride, x, x_stride, rows, tau);
   }
-  for (; j + 4 <= end; j += 4) {
-    reflect_lanes<A, 4>(reflectors, first, rows, tau, x, j);
+  for (; columns >= 4; columns -= 4, x += 4 * kLanes<A>) {
+    reflect_lanes<A, 4>(v, v_stride, x, x_stride, rows, tau);
   }
-  for (; j + 2 <= end; j += 2) {
-    reflect_lanes<A, 2>(reflectors, first, rows, tau, x, j);
+  for (; columns >= 2; columns -= 2, x += 2 * kLanes<A>) {
+    reflect_lanes<A, 2>(v, v_stride, x, x_stride, rows, tau);
   }
-  for (; j < end; ++j) {
-    reflect_lanes<A, 1>(reflectors, first, rows, tau, x, j);
+  if (columns == 1) {
+    reflect_lanes<A, 1>(v, v_stride, x, x_stride, rows, tau);
   }
 }
 
@@ -87,7 +86,7 @@ class LaneQr {
     const Mask<A> solved = normalize();
     for (int64_t k = 0; k < rank_; ++k) {
       make_reflector(k);
-      reflect_lanes<A>(a_, k, call_.rows, load_full(taus_ + k * kLanes<A>), a_, k + 1, call_.columns);
+      reflect(k, a_, k + 1, call_.columns);
     }
     if (call_.q_columns > 0) {
       form_q();
@@ -157,19 +156,24 @@ class LaneQr {
     store_full(with_sign_of<A>(broadcast(A{1}), diagonal), signs_ + k * kLanes<A>);
   }
 
+  // Column k's reflector meets the columns [begin, end) of x.
+  void reflect(int64_t k, const LaneMatrix<A>& x, int64_t begin, int64_t end) {
+    reflect_lanes<A>(a_.at(k, k), a_.row_stride, x.at(k, begin), x.row_stride, call_.rows - k, end - begin,
+                     load_full(taus_ + k * kLanes<A>));
+  }
+
+  // From the identity, its signs such that R's diagonal becomes positive.
   void form_q() {
     for (int64_t i = 0; i < call_.rows; ++i) {
       for (int64_t j = 0; j < call_.q_columns; ++j) {
-        q_.set(i, j, i == j ? broadcast(A{1}) : Vector<A>{});
+        q_.set(i, j, Vector<A>{});
       }
+    }
+    for (int64_t j = 0; j < call_.q_columns; ++j) {
+      q_.set(j, j, j < rank_ ? load_full(signs_ + j * kLanes<A>) : broadcast(A{1}));
     }
     for (int64_t k = rank_ - 1; k >= 0; --k) {
-      reflect_lanes<A>(a_, k, call_.rows, load_full(taus_ + k * kLanes<A>), q_, k, call_.q_columns);
-    }
-    for (int64_t i = 0; i < call_.rows; ++i) {
-      for (int64_t j = 0; j < rank_; ++j) {
-        q_.set(i, j, q_.get(i, j) * load_full(signs_ + j * kLanes<A>));
-      }
+      reflect(k, q_, k, call_.q_columns);
     }
   }
 
