@@ -8,16 +8,17 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// The same matrix element of every lane is one vector. Rows are an odd number of vectors apart: at a power of two all
-// elements of a column would share a few lines of the cache.
+// The same matrix element of every lane is one vector. Rows of large matrices are an odd number of vectors apart: at a
+// power of two all elements of a column would share a few lines of the cache. Small ones have no gaps.
 template <class A>
 struct LaneMatrix {
-  A* data;
-  int64_t row_stride;  // in elements of A
+  A* data = nullptr;
+  int64_t row_stride = 0;  // in elements of A
 
-  static constexpr int64_t padded_columns(int64_t columns) { return columns | 1; }
+  static constexpr int64_t padded_columns(int64_t columns) { return columns <= 16 ? columns : columns | 1; }
   static constexpr int64_t size(int64_t rows, int64_t columns) { return rows * padded_columns(columns) * kLanes<A>; }
 
+  LaneMatrix() = default;
   LaneMatrix(A* data, int64_t columns) : data(data), row_stride(padded_columns(columns) * kLanes<A>) {}
 
   OVERTONE_INLINE A* at(int64_t row, int64_t column) const { return data + row * row_stride + column * kLanes<A>; }
@@ -87,6 +88,11 @@ void load_lanes(const MatrixBatch& batch, int64_t first, int64_t rows, int64_t c
   const A* base[kLanes<A>];
   for (int lane = 0; lane < kLanes<A>; ++lane) {
     base[lane] = static_cast<const A*>(batch.data) + batch.offsets[std::min(first + lane, batch.count - 1)];
+  }
+  const bool is_packed = batch.column_stride == 1 && batch.row_stride == columns;
+  if (is_packed && out.row_stride == columns * kLanes<A>) {
+    interleave_run<A>(base, rows * columns, out.data);
+    return;
   }
   for (int64_t i = 0; i < rows; ++i) {
     const A* lanes[kLanes<A>];

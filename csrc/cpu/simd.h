@@ -301,6 +301,22 @@ OVERTONE_INLINE Vector<double> square_root(Vector<double> v) {
 #endif
 }
 
+// 1/√v to about one unit in the last place, for v > 0 that is neither subnormal nor infinite.
+template <class A>
+OVERTONE_INLINE Vector<A> reciprocal_root(Vector<A> v) {
+#if OVERTONE_VECTOR_BYTES == 64
+  // 14 bits from the machine; each of Newton's steps doubles them.
+  const auto refined = [v](Vector<A> y) { return y + A(0.5) * y * (A(1) - v * y * y); };
+  if constexpr (sizeof(A) == 8) {
+    return refined(refined(_mm512_maskz_rsqrt14_pd(0xff, v)));
+  } else {
+    return refined(_mm512_maskz_rsqrt14_ps(0xffff, v));
+  }
+#else
+  return A(1) / square_root(v);
+#endif
+}
+
 // On bits, because comparisons would lose the sign of zero and the NaN.
 template <class A>
 OVERTONE_INLINE Vector<A> with_sign_of(Vector<A> magnitude, std::type_identity_t<Vector<A>> sign) {

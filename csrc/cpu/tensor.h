@@ -88,7 +88,7 @@ struct MatricesView {
 inline std::string member_name(int64_t member, const std::vector<int64_t>& sizes) {
   std::string name;
   for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-    name = std::to_string(member % *size) + (name.empty() ? "" : ", ") + name;
+    name = std::to_string(member % *size) + (name.empty() ? (sizes.size() == 1 ? "," : "") : ", ") + name;
     member /= *size;
   }
   return sizes.empty() ? "" : " (" + name + ")";

@@ -26,7 +26,7 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS},
-    "eigh": {},
+    "eigh": {"cpu": (torch.float32, torch.float64)},
     "qr": {"cpu": (torch.float32, torch.float64)},
     "compose_symmetric": {"cpu": (torch.float32, torch.float64)},
     "compose_general": {"cpu": (torch.float32, torch.float64)},

@@ -1,0 +1,223 @@
+// Symmetric eigenproblems, written once and compiled for every ISA level: scale, reduce to tridiagonal form, QL, sort.
+#pragma once
+
+#include "cpu/eigh.h"
+#include "cpu/eigh_backward.h"
+#include "cpu/ql.h"
+#include "cpu/scratch.h"
+#include "cpu/tridiagonal.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// Powers of two that take every lane's matrix to about 1 in size, and its eigenvalues back; two of each, because one
+// could overflow. No digit is lost, whether entries are subnormal or near overflow.
+template <class A>
+struct LaneScale {
+  Vector<A> first{};
+  Vector<A> second{};
+
+  LaneScale() = default;
+  explicit LaneScale(Vector<A> largest) {
+    typedef typename VectorOf<Bits<A>>::type IntegerVector;
+    constexpr int kDigits = std::numeric_limits<A>::digits - 1;
+    constexpr Bits<A> kLargestExponent = 2 * std::numeric_limits<A>::max_exponent - 2;  // biased
+    constexpr A kRaise = sizeof(A) == 8 ? A(0x1p512) : A(0x1p64);
+    first = select(less(largest, broadcast(1 / kRaise)), broadcast(kRaise), broadcast(A(1)));
+    const IntegerVector exponent = (IntegerVector)(largest * first) >> kDigits;
+    IntegerVector inverse = kLargestExponent - exponent;
+    inverse = inverse < 1 ? IntegerVector{} + 1 : inverse;
+    // A zero matrix stays as it is.
+    second = select(equal(largest, Vector<A>{}), broadcast(A(1)), (Vector<A>)(inverse << kDigits));
+  }
+
+  OVERTONE_INLINE Vector<A> apply(Vector<A> v) const { return v * first * second; }
+  OVERTONE_INLINE Vector<A> undo(Vector<A> v) const { return v / second / first; }
+};
+
+template <class A, int kGroups>
+class EighSolver {
+ public:
+  static constexpr int64_t kMatrices = kGroups * kLanes<A>;
+
+  explicit EighSolver(const Eigh& call)
+      : call_(call),
+        n_(call.n),
+        memory_(scratch_size(call)),
+        a_(memory_.take(LaneMatrix<A>::size(n_, n_)), n_),
+        tridiagonalization_(a_, n_, memory_.take(Tridiagonalization<A>::scratch_size(n_))),
+        ql_(n_, memory_.take(ImplicitQl<A, kGroups>::scratch_size(n_))),
+        ranks_(memory_.take(n_ * kLanes<A>)) {
+    for (int k = 0; k < kGroups && call.vectors != nullptr; ++k) {
+      z_[k] = LaneMatrix<A>(memory_.take(LaneMatrix<A>::size(n_, n_)), n_);
+    }
+  }
+
+  void solve(int64_t first) {
+    for (int k = 0; k < kGroups; ++k) {
+      load(k, first + k * kLanes<A>);
+      tridiagonalization_.reduce({ql_.diagonal(k), ql_.off_diagonal(k), kMatrices});
+      if (call_.vectors != nullptr) {
+        tridiagonalization_.form_q(z_[k]);
+      }
+    }
+    const PackMask<A, kGroups> unconverged = ql_.solve(call_.vectors != nullptr ? z_ : nullptr);
+    for (int k = 0; k < kGroups; ++k) {
+      const int64_t begin = first + k * kLanes<A>;
+      const int count = static_cast<int>(std::clamp<int64_t>(call_.a.count - begin, 0, kLanes<A>));
+      if (count > 0) {
+        store(k, begin, count, unconverged.part[k] | ~is_finite_[k]);
+      }
+    }
+  }
+
+ private:
+  static int64_t scratch_size(const Eigh& call) {
+    const int64_t n = call.n;
+    const int64_t matrices = call.vectors != nullptr ? 1 + kGroups : 1;
+    return matrices * Scratch<A>::padded(LaneMatrix<A>::size(n, n)) +
+           Scratch<A>::padded(Tridiagonalization<A>::scratch_size(n)) +
+           Scratch<A>::padded(ImplicitQl<A, kGroups>::scratch_size(n)) + Scratch<A>::padded(n * kLanes<A>);
+  }
+
+  // The triangle that is to be read, as the lower one, scaled. A matrix that is not finite becomes zero.
+  void load(int k, int64_t first) {
+    MatrixBatch batch = call_.a;
+    bool upper = call_.upper;
+    if (batch.column_stride != 1 && batch.row_stride == 1) {
+      std::swap(batch.row_stride, batch.column_stride);
+      upper = !upper;
+    }
+    load_lanes<A>(batch, first, n_, n_, a_);
+    Vector<A> largest{};
+    Vector<A> not_finite{};
+    for_lower([&](int64_t i, int64_t j) {
+      const Vector<A> element = upper ? a_.get(j, i) : a_.get(i, j);
+      largest = larger<A>(absolute<A>(element), largest);
+      not_finite += element * A(0);
+    });
+    is_finite_[k] = equal(not_finite, Vector<A>{});
+    const LaneScale<A> scale(select(is_finite_[k], largest, Vector<A>{}));
+    for_lower([&](int64_t i, int64_t j) {
+      const Vector<A> element = upper ? a_.get(j, i) : a_.get(i, j);
+      a_.set(i, j, select(is_finite_[k], scale.apply(element), Vector<A>{}));
+    });
+    scale_[k] = scale;
+  }
+
+  template <class F>
+  OVERTONE_INLINE void for_lower(const F& f) const {
+    for (int64_t i = 0; i < n_; ++i) {
+      for (int64_t j = 0; j <= i; ++j) {
+        f(i, j);
+      }
+    }
+  }
+
+  void store(int k, int64_t begin, int count, Mask<A> failed) {
+    A* values = ql_.diagonal(k);
+    rank(values);
+    const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
+    for (int lane = 0; lane < count; ++lane) {
+      call_.info[begin + lane] = lane_of(failed, lane);
+    }
+    A* out_values = static_cast<A*>(call_.values) + begin * n_;
+    for (int64_t i = 0; i < n_; ++i) {
+      A lanes[kLanes<A>];
+      store_full(select(failed, poison, scale_[k].undo(load_full(values + i * kMatrices))), lanes);
+      for (int lane = 0; lane < count; ++lane) {
+        out_values[lane * n_ + rank_of(i, lane)] = lanes[lane];
+      }
+    }
+    if (call_.vectors == nullptr) {
+      return;
+    }
+    A* out_vectors = static_cast<A*>(call_.vectors) + begin * n_ * n_;
+    for (int64_t i = 0; i < n_; ++i) {
+      for (int64_t j = 0; j < n_; ++j) {
+        // Adding zero: other lanes' rotations may have turned a −0 to 0, which a matrix's own bits must not show.
+        z_[k].set(i, j, select(failed, poison, z_[k].get(i, j) + Vector<A>{}));
+      }
+      A* lanes[kLanes<A>];
+      for (int lane = 0; lane < kLanes<A>; ++lane) {
+        lanes[lane] = out_vectors + (lane * n_ + rank_of(i, lane)) * n_;
+      }
+      deinterleave_run<A>(z_[k].at(i, 0), n_, count, lanes);
+    }
+  }
+
+  // Where every eigenvalue goes in ascending order: how many go before it.
+  void rank(const A* values) const {
+    const Vector<A> one = broadcast(A(1));
+    for (int64_t i = 0; i < n_; ++i) {
+      const Vector<A> value = load_full(values + i * kMatrices);
+      Vector<A> before{};
+      for (int64_t j = 0; j < i; ++j) {
+        const Mask<A> goes_after = less(value, load_full(values + j * kMatrices));
+        A* other = ranks_ + j * kLanes<A>;
+        store_full(load_full(other) + select(goes_after, one, Vector<A>{}), other);
+        before += select(goes_after, Vector<A>{}, one);
+      }
+      store_full(before, ranks_ + i * kLanes<A>);
+    }
+  }
+
+  OVERTONE_INLINE int64_t rank_of(int64_t i, int lane) const {
+    return static_cast<int64_t>(ranks_[i * kLanes<A> + lane]);
+  }
+
+  const Eigh& call_;
+  int64_t n_;
+  Scratch<A> memory_;
+  LaneMatrix<A> a_;
+  Tridiagonalization<A> tridiagonalization_;
+  ImplicitQl<A, kGroups> ql_;
+  A* ranks_;
+  LaneMatrix<A> z_[kGroups];
+  LaneScale<A> scale_[kGroups];
+  Mask<A> is_finite_[kGroups];
+};
+
+// Two groups of lanes hide each other's latency; where matrices are large the rotations do, and caches are small.
+constexpr int64_t kLargestInPairs = 32;
+
+template <class A>
+void eigh_items(const Eigh& call, int64_t begin, int64_t end) {
+  const auto solve = [&]<int kGroups>(std::integral_constant<int, kGroups>) {
+    EighSolver<A, kGroups> solver(call);
+    for (int64_t item = begin; item < end; ++item) {
+      solver.solve(item * EighSolver<A, kGroups>::kMatrices);
+    }
+  };
+  call.n <= kLargestInPairs ? solve(std::integral_constant<int, 2>()) : solve(std::integral_constant<int, 1>());
+}
+
+inline int64_t eigh_matrices_per_item(const Eigh& call) {
+  const int64_t lanes = call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+  return call.n <= kLargestInPairs ? 2 * lanes : lanes;
+}
+
+inline void eigh_solve(const Eigh& call, int64_t begin, int64_t end) {
+  call.type == ElementType::float64 ? eigh_items<double>(call, begin, end) : eigh_items<float>(call, begin, end);
+}
+
+inline int64_t eigh_matrices_per_backward_item(const EighBackward& call) {
+  return call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+}
+
+template <class A>
+void eigh_backward_items(const EighBackward& call, int64_t begin, int64_t end) {
+  EighGradient<A> gradient(call);
+  for (int64_t item = begin; item < end; ++item) {
+    gradient.run(item * kLanes<A>);
+  }
+}
+
+inline void eigh_backward(const EighBackward& call, int64_t begin, int64_t end) {
+  call.type == ElementType::float64 ? eigh_backward_items<double>(call, begin, end)
+                                    : eigh_backward_items<float>(call, begin, end);
+}
+
+extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item, &eigh_solve,
+                                         &eigh_matrices_per_backward_item, &eigh_backward};
+
+}  // namespace overtone::OVERTONE_LEVEL
