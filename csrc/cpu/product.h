@@ -46,9 +46,9 @@ struct Extent {
   int64_t depth;
 };
 
-// C = A · B, one panel of columns after the other. pack(column, columns, depth, out, ld) packs B's rows from `depth` on;
-// extent(column, columns) says what of C's panel is wanted; finish(row, column, sum) takes its vectors. `panel` holds
-// depth · kPanelColumns elements.
+// C = A · B, one panel of columns after the other. pack(column, columns, depth, out, ld) packs B's rows from `depth`
+// on; extent(column, columns) says what of C's panel is wanted; finish(row, column, sum) takes its vectors. `panel`
+// holds depth · kPanelColumns elements.
 template <class A, class Pack, class Bound, class Finish>
 void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* panel, const Pack& pack, const Bound& extent,
               const Finish& finish) {

@@ -29,9 +29,9 @@ int64_t grain(int64_t flops_per_item) {
 }
 
 ElementType matrix_type(const Tensor& a, const char* op, const char* name) {
-  STD_TORCH_CHECK(a.is_cpu() && a.dim() >= 2 &&
-                      (a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double),
-                  op, ": ", name, " must be a float32 or float64 CPU tensor [..., m, n]");
+  STD_TORCH_CHECK(
+      a.is_cpu() && a.dim() >= 2 && (a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double), op,
+      ": ", name, " must be a float32 or float64 CPU tensor [..., m, n]");
   return element_type(a, op, name);
 }
 

@@ -38,7 +38,7 @@ struct QrBackward {
   ElementType type;
   int64_t rows = 0;
   int64_t columns = 0;
-  MatrixBatch grad_q;       // no data: no gradient
+  MatrixBatch grad_q;  // no data: no gradient
   MatrixBatch grad_r;
   const void* q = nullptr;  // [count, rows, columns]
   const void* r = nullptr;  // [count, columns, columns]

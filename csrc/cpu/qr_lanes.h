@@ -94,7 +94,8 @@ class LaneQr {
                   static_cast<A*>(call_.q) + first * call_.rows * call_.q_columns);
     }
     finish_r();
-    store_lanes(a_, call_.r_rows, call_.columns, count, static_cast<A*>(call_.r) + first * call_.r_rows * call_.columns);
+    store_lanes(a_, call_.r_rows, call_.columns, count,
+                static_cast<A*>(call_.r) + first * call_.r_rows * call_.columns);
     for (int lane = 0; lane < count; ++lane) {
       call_.info[first + lane] = lane_of(solved, lane) ? 0 : 1;
       if (!lane_of(solved, lane)) {
@@ -147,9 +148,9 @@ class LaneQr {
     const Vector<A> norm = square_root(head * head + below);
     const Mask<A> is_clear = equal(below, Vector<A>{});
     const Vector<A> diagonal = select(is_clear, head, with_sign_of<A>(norm, -head));
-    const Vector<A> factor = select(is_clear, Vector<A>{}, scale / (head - diagonal));
+    const Vector<A> inverse = select(is_clear, Vector<A>{}, 1 / (head - diagonal));
     for (int64_t i = k + 1; i < call_.rows; ++i) {
-      a_.set(i, k, a_.get(i, k) * factor);
+      a_.set(i, k, a_.get(i, k) * scale * inverse);  // one after the other: scale · inverse may overflow
     }
     store_full(select(is_clear, Vector<A>{}, (diagonal - head) / diagonal), taus_ + k * kLanes<A>);
     a_.set(k, k, diagonal / scale);

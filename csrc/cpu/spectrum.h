@@ -1,5 +1,5 @@
-// Weights composed of a spectrum, and their gradients, as the kernels of every ISA level compute them: Q Λ Qᵀ with Q the
-// orthonormal factor of Θ, and V Λ V⁻¹. A work item is one matrix.
+// Weights composed of a spectrum, and their gradients, as the kernels of every ISA level compute them: Q Λ Qᵀ with Q
+// the orthonormal factor of Θ, and V Λ V⁻¹. A work item is one matrix.
 //
 // The gradients never divide by the distance of two eigenvalues, and nothing that forward computed is computed again.
 #pragma once

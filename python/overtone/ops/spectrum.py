@@ -16,7 +16,7 @@ __all__ = ["compose_general", "compose_symmetric"]
 
 
 def compose_symmetric(theta: Tensor, eigenvalues: Tensor, *, backend: str | None = None) -> Tensor:
-    """Q diag(λ) Qᵀ [..., n, n], exactly symmetric, with Q the orthonormal factor of theta [..., n, n] (ot.linalg.qr)."""
+    """Q diag(λ) Qᵀ [..., n, n], exactly symmetric, with Q the orthonormal factor of theta [..., n, n]."""
     return _compose("compose_symmetric", "theta", theta, eigenvalues, backend)
 
 
