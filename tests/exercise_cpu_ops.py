@@ -110,9 +110,7 @@ def main() -> None:
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
         for size, dtype in itertools.product(QR_SIZES + EMPTY_QR_SIZES, (torch.float32, torch.float64)):
-            calls += sum(
-                exercise_qr(size, dtype, layout) for layout in ("contiguous", "transposed", "channels_strided")
-            )
+            calls += sum(exercise_qr(size, dtype, layout) for layout in shapes.LAYOUTS)
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
     print(f"{calls} calls at {', '.join(_C.available_isas())}; sanitizers: {_C.build_info()['sanitizers']}")
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 DTYPES = (torch.float32, torch.float64)
 RATIO = 10  # residuals in units of max(m, n) · ‖A‖ · ε, as in LAPACK's own test programs, which accept 20 to 50
 # Matrices in lanes up to 40 × 40 elements, panels of 32 columns beyond; around both, and ViT's own.
+OBLONG = ((5, 3), (3, 5), (1, 9), (9, 1), (70, 33), (33, 70), (97, 64), (64, 97))
 SIZES = (1, 2, 3, 7, 8, 16, 17, 31, 33, 40, 41, 64, 65, 96, 127, 192, 197)
 
 
@@ -110,7 +111,7 @@ class TestRatios:
         a = torch.stack([gallery(n, dtype)[name] for name in ("random", "kahan", "condition 1e9", "half rank")])
         assert_is_qr(a, *ot.linalg.qr(a, backend="cpu"))
 
-    @pytest.mark.parametrize("rows, columns", [(5, 3), (3, 5), (1, 9), (9, 1), (200, 3), (3, 600), (70, 33), (33, 70), (97, 64), (64, 97), (300, 40), (2000, 5)])  # fmt: skip
+    @pytest.mark.parametrize("rows, columns", [*OBLONG, (200, 3), (3, 600), (300, 40), (2000, 5)])
     @pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
     def test_shapes_and_modes(self, dtype, rows, columns, mode):
         a = randn(3, rows, columns, dtype=dtype)
@@ -215,7 +216,7 @@ def well_conditioned(*shape, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestGradients:
-    @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 4), (7, 3), (3, 7), (40, 40), (41, 41), (65, 33), (33, 65), (100, 97), (192, 192)])  # fmt: skip
+    @pytest.mark.parametrize("rows, columns", [*OBLONG, (1, 1), (4, 4), (40, 40), (41, 41), (100, 97), (192, 192)])
     @pytest.mark.usefixtures("poisoned_empty")
     def test_against_truth(self, dtype, rows, columns):
         draws = [(well_conditioned(2, rows, columns, dtype=dtype, seed=seed),) for seed in range(3)]
@@ -272,9 +273,7 @@ class TestGradients:
         a = randn(2, 3, 5, 5, dtype=dtype)
         a[1, 1, :, 2] = 0
         q, _ = ot.linalg.qr(a.requires_grad_(), backend="cpu")
-        with pytest.raises(
-            RuntimeError, match=r"qr: no gradient: the columns of matrix \(1, 1\) of A are linearly dep"
-        ):
+        with pytest.raises(RuntimeError, match=r"qr: no gradient: the columns of matrix \(1, 1\) of A are"):
             q.sum().backward()
 
     def test_modes_without_one(self, dtype):
