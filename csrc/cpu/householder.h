@@ -25,42 +25,15 @@ OVERTONE_INLINE Vector<A> inverse_power_of_two(Vector<A> largest) {
 
 // Matrices whose largest element is below this, or above its inverse, are scaled before they are factored.
 template <class A>
-constexpr A kSmallSize = std::is_same_v<A, double> ? A{0x1p-400} : A{0x1p-40};
+constexpr A kSmallSize = A{0x1p-10};
 
-// The largest magnitude of a row of whole vectors.
+// Of two magnitudes the larger; infinity is larger than any number, and NaN than infinity. (As integers: comparisons of
+// numbers would lose the NaN.)
 template <class A>
-OVERTONE_INLINE A largest_magnitude(const A* x, int64_t size) {
-  Vector<A> largest{};
-  for (int64_t i = 0; i < size; i += kLanes<A>) {
-    largest = larger<A>(absolute<A>(load_full(x + i)), largest);
-  }
-  return largest_lane<A>(largest);
-}
-
-// x_j ← x_j − τ (v · x_j) v for kColumns rows x_j, `ld` apart. Side by side, so that v is read once for all of them and
-// as many sums are under way as the arithmetic units take.
-template <class A, int kColumns>
-OVERTONE_INLINE void reflect_rows(const A* v, A tau, A* x, int64_t ld, int64_t size) {
-  Vector<A> sums[kColumns] = {};
-  for (int64_t i = 0; i < size; i += kLanes<A>) {
-    const Vector<A> v_part = load_full(v + i);
-    OVERTONE_UNROLL
-    for (int j = 0; j < kColumns; ++j) {
-      sums[j] += v_part * load_full(x + j * ld + i);
-    }
-  }
-  Vector<A> factors[kColumns];
-  OVERTONE_UNROLL
-  for (int j = 0; j < kColumns; ++j) {
-    factors[j] = broadcast<A>(tau * sum_of_lanes<A>(sums[j]));
-  }
-  for (int64_t i = 0; i < size; i += kLanes<A>) {
-    const Vector<A> v_part = load_full(v + i);
-    OVERTONE_UNROLL
-    for (int j = 0; j < kColumns; ++j) {
-      store_full(load_full(x + j * ld + i) - factors[j] * v_part, x + j * ld + i);
-    }
-  }
+OVERTONE_INLINE Vector<A> larger_magnitude(Vector<A> v, std::type_identity_t<Vector<A>> largest) {
+  typedef typename VectorOf<Bits<A>>::type IntegerVector;
+  const IntegerVector magnitude = (IntegerVector)absolute<A>(v);
+  return (Vector<A>)(magnitude > (IntegerVector)largest ? magnitude : (IntegerVector)largest);
 }
 
 template <class A>
@@ -92,24 +65,24 @@ class Householder {
   bool load(const MatrixRows& a) {
     pack_block(transposed(a), 0, 0, columns_, rows_, x_, ld_);
     std::fill(signs_, signs_ + ld_, A{1});
-    A largest = 0;
-    Vector<A> poison{};  // x · 0 is not zero for infinities and NaN, which comparisons would skip
-    for (int64_t j = 0; j < columns_; ++j) {
-      largest = std::max(largest, largest_magnitude(x_ + j * ld_, ld_));
-      for (int64_t i = 0; i < ld_; i += kLanes<A>) {
-        poison += load_full(x_ + j * ld_ + i) * A{0};
-      }
+    Vector<A> largest_lanes{};
+    for (int64_t i = 0; i < columns_ * ld_; i += kLanes<A>) {
+      largest_lanes = larger_magnitude<A>(load_full(x_ + i), largest_lanes);
     }
-    // Matrices of a usual size stay as they are: scaling them would change nothing.
+    A largest = 0;
+    for (int lane = 0; lane < kLanes<A>; ++lane) {
+      if (!(largest_lanes[lane] <= std::numeric_limits<A>::max())) {
+        return false;
+      }
+      largest = std::max<A>(largest, largest_lanes[lane]);
+    }
     const bool is_usual = largest >= kSmallSize<A> && largest <= 1 / kSmallSize<A>;
     const A scale = is_usual ? A{1} : inverse_power_of_two<A>(broadcast(largest))[0];
     unscale_ = 1 / scale;
-    for (int64_t j = 0; !is_usual && j < columns_; ++j) {
-      for (int64_t i = 0; i < ld_; i += kLanes<A>) {
-        store_full(load_full(x_ + j * ld_ + i) * scale, x_ + j * ld_ + i);
-      }
+    for (int64_t i = 0; !is_usual && i < columns_ * ld_; i += kLanes<A>) {
+      store_full(load_full(x_ + i) * scale, x_ + i);
     }
-    return sum_of_lanes<A>(poison) == 0;
+    return true;
   }
 
   void factor() {
@@ -124,16 +97,8 @@ class Householder {
 
   // R's first `r_rows` rows.
   void store_r(int64_t r_rows, A* r) const {
-    store_transposed(x_, ld_, columns_, r_rows, r, columns_, [&](int64_t j, int64_t i, Vector<A> v) {
-      v *= load_full(signs_ + i) * unscale_;
-      if (j >= i + kLanes<A> - 1) {
-        return v;
-      }
-      A lanes[kLanes<A>] = {};  // zero below the diagonal
-      for (int lane = 0; lane <= j - i; ++lane) {
-        lanes[lane] = v[lane];
-      }
-      return load_full(lanes);
+    store_transposed(x_, ld_, columns_, r_rows, r, columns_, [&](int64_t, int64_t i, Vector<A> v) {
+      return v * (load_full(signs_ + i) * unscale_);
     });
   }
 
@@ -141,7 +106,7 @@ class Householder {
   void store_q(A* q) {
     std::fill(x_, x_ + q_columns_ * ld_, A{0});
     for (int64_t j = 0; j < q_columns_; ++j) {
-      x_[j * ld_ + j] = 1;
+      x_[j * ld_ + j] = signs_[j];
     }
     for (int64_t first = (panels_ - 1) * kPanel; first >= 0; first -= kPanel) {
       pack_columns(buffer_rows<A>(v_, first * ld_ + first, ld_), kPanel, rows_ - first, v_rows_, kPanel);
@@ -149,77 +114,147 @@ class Householder {
       reflect(first, x_ + first * ld_, q_columns_ - first);
     }
     store_transposed(x_, ld_, q_columns_, rows_, q, q_columns_,
-                     [&](int64_t j, int64_t, Vector<A> v) { return v * signs_[j]; });
+                     [](int64_t, int64_t, Vector<A> v) { return v; });
   }
 
  private:
-  // Reduces the panel's columns one by one. Every reflector is kept whole, with its zeros and its one.
+  static constexpr int kPanelVectors = static_cast<int>(kPanel / kLanes<A>);
+
+  // Reduces the panel's columns one by one, as rows of kPanel elements: then the dot products of a column with all the
+  // others need no sum over lanes, and one of them is its norm. Column c of p keeps the multiple 1 / inverses_[c] of its
+  // reflector until all are done.
   void factor_panel(int64_t first, int64_t width) {
-    const int64_t size = padded_to(rows_ - first, kLanes<A>);
-    std::fill(v_ + first * ld_, v_ + (first + kPanel) * ld_, A{0});
+    const int64_t rows = rows_ - first;
+    A* p = v_rows_;
+    pack_columns(buffer_rows<A>(x_, first * ld_ + first, ld_), width, rows, p, kPanel);
+    std::fill(taus_, taus_ + kPanel, A{0});
+    std::fill(inverses_, inverses_ + kPanel, A{0});
+    dot_column(p, 0, rows);
     for (int64_t c = 0; c < width; ++c) {
-      const int64_t column = first + c;
-      const A tau = make_reflector(first, column, size);
-      taus_[c] = tau;
-      if (tau != 0) {
-        reflect_each(v_ + column * ld_ + first, tau, x_ + (column + 1) * ld_ + first, width - c - 1, size);
+      make_reflector(p, c, rows);
+      signs_[first + c] = p[c * kPanel + c] < 0 ? A{-1} : A{1};
+      if (c + 1 < width) {
+        apply_reflector(p, c, rows);
       }
     }
-    std::fill(taus_ + width, taus_ + kPanel, A{0});
+    store_panel(first, width);
   }
 
-  // The reflector I − τ v vᵀ that clears the column below its diagonal; τ.
-  A make_reflector(int64_t first, int64_t column, int64_t size) {
-    A* x = x_ + column * ld_;
-    A* v = v_ + column * ld_;
-    std::copy(x + column, x + rows_, v + column);
+  // dots_[j] = Σ p[i][c] p[i][j] over the rows below c. Some rows at a time, to have enough sums under way.
+  void dot_column(const A* p, int64_t c, int64_t rows) {
+    Vector<A> sums[kPanelVectors] = {};
+    Vector<A> more[kPanelVectors] = {};
+    int64_t i = c + 1;
+    for (; i + 2 <= rows; i += 2) {
+      OVERTONE_UNROLL
+      for (int v = 0; v < kPanelVectors; ++v) {
+        sums[v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
+        more[v] += p[(i + 1) * kPanel + c] * load_full(p + (i + 1) * kPanel + v * kLanes<A>);
+      }
+    }
+    for (int v = 0; v < kPanelVectors; ++v) {
+      if (i < rows) {
+        sums[v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
+      }
+      store_full(sums[v] + more[v], dots_ + v * kLanes<A>);
+    }
+  }
+
+  // The reflector I − τ v vᵀ, v = (1, inverse · what is below), that clears column c below its diagonal.
+  void make_reflector(A* p, int64_t c, int64_t rows) {
+    A& diagonal = p[c * kPanel + c];
     // The column is scaled by itself: its squares must neither overflow nor vanish, however small it is beside others.
-    const A scale = inverse_power_of_two<A>(broadcast(largest_magnitude(v + first, size)))[0];
-    const A head = v[column] * scale;
-    v[column] = 0;
-    Vector<A> squares{};
-    for (int64_t i = first; i < first + size; i += kLanes<A>) {
-      const Vector<A> part = load_full(v + i) * scale;
-      squares += part * part;
+    constexpr A kSmallSquare = kSmallSize<A> * kSmallSize<A>;
+    const A total = diagonal * diagonal + dots_[c];
+    A scale = 1;
+    if (!(total >= kSmallSquare && total <= 1 / kSmallSquare)) {
+      A largest = 0;
+      for (int64_t i = c; i < rows; ++i) {
+        largest = std::max(largest, std::abs(p[i * kPanel + c]));
+      }
+      scale = inverse_power_of_two<A>(broadcast(largest))[0];
+      for (int64_t i = c; i < rows; ++i) {
+        p[i * kPanel + c] *= scale;
+      }
+      dot_column(p, c, rows);
     }
-    const A below = sum_of_lanes<A>(squares);
-    v[column] = 1;
-    if (below == 0) {
-      std::fill(v + column + 1, v + rows_, A{0});
-      signs_[column] = x[column] < 0 ? A{-1} : A{1};
-      return 0;
+    const A head = diagonal;
+    const A below = dots_[c];
+    if (below > 0) {
+      const A norm = std::sqrt(head * head + below);
+      diagonal = head < 0 ? norm : -norm;
+      inverses_[c] = 1 / (head - diagonal);
+      taus_[c] = (diagonal - head) / diagonal;
     }
-    const A norm = std::sqrt(head * head + below);
-    const A diagonal = head < 0 ? norm : -norm;
-    const A inverse = 1 / (head - diagonal);
-    for (int64_t i = first; i < first + size; i += kLanes<A>) {
-      store_full(load_full(v + i) * scale * inverse, v + i);
-    }
-    v[column] = 1;
-    x[column] = diagonal / scale;
-    signs_[column] = diagonal < 0 ? A{-1} : A{1};
-    return (diagonal - head) / diagonal;
+    diagonal /= scale;
   }
 
-  void reflect_each(const A* v, A tau, A* x, int64_t count, int64_t size) const {
-    int64_t j = 0;
-    for (; j + 8 <= count; j += 8) {
-      reflect_rows<A, 8>(v, tau, x + j * ld_, ld_, size);
+  // Column c's reflector meets the columns right of it, and dots_ becomes that of column c + 1.
+  void apply_reflector(A* p, int64_t c, int64_t rows) {
+    A factors[kPanel] = {};
+    for (int64_t j = c + 1; j < kPanel; ++j) {
+      const A factor = taus_[c] * (p[c * kPanel + j] + inverses_[c] * dots_[j]);
+      p[c * kPanel + j] -= factor;
+      factors[j] = inverses_[c] * factor;
     }
-    for (; j + 4 <= count; j += 4) {
-      reflect_rows<A, 4>(v, tau, x + j * ld_, ld_, size);
+    Vector<A> factor[kPanelVectors];
+    Vector<A> sums[kPanelVectors] = {};
+    OVERTONE_UNROLL
+    for (int v = 0; v < kPanelVectors; ++v) {
+      factor[v] = load_full(factors + v * kLanes<A>);
     }
-    for (; j < count; ++j) {
-      reflect_rows<A, 1>(v, tau, x + j * ld_, ld_, size);
+    for (int64_t i = c + 1; i < rows; ++i) {
+      A* row = p + i * kPanel;
+      const A left = row[c];
+      Vector<A> updated[kPanelVectors];
+      OVERTONE_UNROLL
+      for (int v = 0; v < kPanelVectors; ++v) {
+        updated[v] = load_full(row + v * kLanes<A>) - left * factor[v];
+        store_full(updated[v], row + v * kLanes<A>);
+      }
+      const A next = i > c + 1 ? row[c + 1] : A{0};
+      OVERTONE_UNROLL
+      for (int v = 0; v < kPanelVectors; ++v) {
+        sums[v] += next * updated[v];
+      }
     }
+    OVERTONE_UNROLL
+    for (int v = 0; v < kPanelVectors; ++v) {
+      store_full(sums[v], dots_ + v * kLanes<A>);
+    }
+  }
+
+  // R's part of the panel back to x, zeros below it; the reflectors, with their zeros and ones, to both their layouts.
+  void store_panel(int64_t first, int64_t width) {
+    const int64_t rows = rows_ - first;
+    A* p = v_rows_;
+    for (int64_t j = 0; j < width; ++j) {
+      A* x = x_ + (first + j) * ld_ + first;
+      for (int64_t i = 0; i <= j; ++i) {
+        x[i] = p[i * kPanel + j];
+        p[i * kPanel + j] = i == j ? A{1} : A{0};
+      }
+      std::fill(x + j + 1, x + rows, A{0});
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int v = 0; i >= kPanel && v < kPanelVectors; ++v) {
+        A* part = p + i * kPanel + v * kLanes<A>;
+        store_full(load_full(part) * load_full(inverses_ + v * kLanes<A>), part);
+      }
+      for (int64_t j = 0; i < kPanel && j < i; ++j) {
+        p[i * kPanel + j] *= inverses_[j];
+      }
+    }
+    std::fill(v_ + first * ld_, v_ + (first + kPanel) * ld_, A{0});
+    store_transposed(p, kPanel, rows, kPanel, v_ + first * ld_ + first, ld_,
+                     [](int64_t, int64_t, Vector<A> v) { return v; });
   }
 
   // T of the panel: the product of its reflectors is I − V T Vᵀ, T upper triangular.
   void gather_panel(int64_t first) {
     const A* v = v_ + first * ld_ + first;
-    pack_columns(buffer_rows<A>(v, 0, ld_), kPanel, rows_ - first, v_rows_, kPanel);
     gemm<A, Operand::rows, Layout::row_major, Finishing::in_registers>(
-        kPanel, kPanel / kLanes<A>, rows_ - first, v, ld_, v_rows_, kPanel,
+        kPanel, kPanelVectors, rows_ - first, v, ld_, v_rows_, kPanel,
         [&](int64_t row, int k, Vector<A> sum) { store_full(sum, gram_ + row * kPanel + k * kLanes<A>); });
     A* t = t_ + first * kPanel;
     std::fill(t, t + kPanel * kPanel, A{0});
@@ -248,7 +283,6 @@ class Householder {
   void reflect(int64_t first, A* x, int64_t count) {
     const int64_t size = rows_ - first;
     const int vectors = static_cast<int>(padded_to(size, kLanes<A>) / kLanes<A>);
-    constexpr int kPanelVectors = static_cast<int>(kPanel / kLanes<A>);
     for (int64_t begin = 0; begin < count; begin += kReflectRows) {
       const int64_t strip = std::min(kReflectRows, count - begin);
       A* rows = x + begin * ld_ + first;
@@ -270,7 +304,7 @@ class Householder {
   Scratch<A> scratch_;
   A* x_;       // [columns][ld]: the matrix transposed, then R transposed, then Q transposed
   A* v_;       // [panels · kPanel][ld]: the reflectors
-  A* v_rows_;  // [rows][kPanel]: those of the panel at hand, transposed
+  A* v_rows_;  // [rows][kPanel]: those of the panel at hand, transposed; while it is factored, the panel itself
   A* t_;       // [panels][kPanel][kPanel]
   A* w_;
   A* wt_;
@@ -278,6 +312,8 @@ class Householder {
   A* gram_;    // VᵀV of the panel at hand
   A* signs_;   // of R's diagonal as the reflectors leave it
   A taus_[kPanel];
+  A inverses_[kPanel];
+  A dots_[kPanel];
   A unscale_ = 1;
 };
 

@@ -105,15 +105,16 @@ class LaneQr {
   }
 
  private:
-  // Scales matrices of an unusual size; which lanes are finite.
+  // Scales matrices of an unusual size; which lanes are finite. (Here and below a local copy of a member: the member
+  // would be read again after every store.)
   Mask<A> normalize() {
+    const LaneMatrix<A> a = a_;
+    const int64_t rows = call_.rows;
+    const int64_t columns = call_.columns;
     Vector<A> largest{};
-    Vector<A> poison{};
-    for (int64_t i = 0; i < call_.rows; ++i) {
-      for (int64_t j = 0; j < call_.columns; ++j) {
-        const Vector<A> v = a_.get(i, j);
-        largest = larger<A>(absolute<A>(v), largest);
-        poison += v * A{0};
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) {
+        largest = larger_magnitude<A>(a.get(i, j), largest);
       }
     }
     const Vector<A> one = broadcast(A{1});
@@ -122,39 +123,62 @@ class LaneQr {
     const Vector<A> scale = select(usual, one, inverse_power_of_two<A>(largest));
     unscale_ = one / scale;
     if (!all(usual)) {
-      for (int64_t i = 0; i < call_.rows; ++i) {
-        for (int64_t j = 0; j < call_.columns; ++j) {
-          a_.set(i, j, a_.get(i, j) * scale);
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; ++j) {
+          a.set(i, j, a.get(i, j) * scale);
         }
       }
     }
-    return equal(poison, Vector<A>{});
+    return less_equal(largest, broadcast(std::numeric_limits<A>::max()));
+  }
+
+  // Σ (scale · a_ik)² over the rows below k.
+  OVERTONE_INLINE Vector<A> squares_below(int64_t k, Vector<A> scale) const {
+    const LaneMatrix<A> a = a_;
+    Vector<A> sum{};
+    for (int64_t i = k + 1; i < call_.rows; ++i) {
+      const Vector<A> part = a.get(i, k) * scale;
+      sum += part * part;
+    }
+    return sum;
+  }
+
+  // For every lane whose column is of an unusual size the power of two that makes it usual, otherwise 1: squares must
+  // neither overflow nor vanish, however small the column is beside others.
+  Vector<A> column_scale(int64_t k, Mask<A> usual) const {
+    Vector<A> largest{};
+    for (int64_t i = k; i < call_.rows; ++i) {
+      largest = larger_magnitude<A>(a_.get(i, k), largest);
+    }
+    return select(usual, broadcast(A{1}), inverse_power_of_two<A>(largest));
   }
 
   // The reflector I − τ v vᵀ that clears column k below the diagonal; v replaces the column.
   void make_reflector(int64_t k) {
-    Vector<A> largest{};
-    for (int64_t i = k; i < call_.rows; ++i) {
-      largest = larger<A>(absolute<A>(a_.get(i, k)), largest);
+    const LaneMatrix<A> a = a_;
+    const int64_t rows = call_.rows;
+    constexpr A kSmallSquare = kSmallSize<A> * kSmallSize<A>;
+    const Vector<A> one = broadcast(A{1});
+    Vector<A> scale = one;
+    Vector<A> head = a.get(k, k);
+    Vector<A> below = squares_below(k, one);
+    const Vector<A> total = head * head + below;
+    const Mask<A> usual = less_equal(broadcast(kSmallSquare), total) & less_equal(total, broadcast(1 / kSmallSquare));
+    if (!all(usual)) {
+      scale = column_scale(k, usual);
+      head *= scale;
+      below = squares_below(k, scale);
     }
-    // Every column is scaled by itself: its squares must neither overflow nor vanish.
-    const Vector<A> scale = inverse_power_of_two<A>(largest);
-    Vector<A> below{};
-    for (int64_t i = k + 1; i < call_.rows; ++i) {
-      const Vector<A> part = a_.get(i, k) * scale;
-      below += part * part;
-    }
-    const Vector<A> head = a_.get(k, k) * scale;
     const Vector<A> norm = square_root(head * head + below);
     const Mask<A> is_clear = equal(below, Vector<A>{});
     const Vector<A> diagonal = select(is_clear, head, with_sign_of<A>(norm, -head));
-    const Vector<A> inverse = select(is_clear, Vector<A>{}, 1 / (head - diagonal));
-    for (int64_t i = k + 1; i < call_.rows; ++i) {
-      a_.set(i, k, a_.get(i, k) * scale * inverse);  // one after the other: scale · inverse may overflow
+    const Vector<A> inverse = select(is_clear, Vector<A>{}, one / (head - diagonal));
+    for (int64_t i = k + 1; i < rows; ++i) {
+      a.set(i, k, a.get(i, k) * scale * inverse);  // one after the other: scale · inverse may overflow
     }
     store_full(select(is_clear, Vector<A>{}, (diagonal - head) / diagonal), taus_ + k * kLanes<A>);
-    a_.set(k, k, diagonal / scale);
-    store_full(with_sign_of<A>(broadcast(A{1}), diagonal), signs_ + k * kLanes<A>);
+    a.set(k, k, diagonal / scale);
+    store_full(with_sign_of<A>(one, diagonal), signs_ + k * kLanes<A>);
   }
 
   // Column k's reflector meets the columns [begin, end) of x.
@@ -165,11 +189,7 @@ class LaneQr {
 
   // From the identity, its signs such that R's diagonal becomes positive.
   void form_q() {
-    for (int64_t i = 0; i < call_.rows; ++i) {
-      for (int64_t j = 0; j < call_.q_columns; ++j) {
-        q_.set(i, j, Vector<A>{});
-      }
-    }
+    std::fill(q_.data, q_.data + LaneMatrix<A>::size(call_.rows, call_.q_columns), A{0});
     for (int64_t j = 0; j < call_.q_columns; ++j) {
       q_.set(j, j, j < rank_ ? load_full(signs_ + j * kLanes<A>) : broadcast(A{1}));
     }
@@ -179,13 +199,14 @@ class LaneQr {
   }
 
   void finish_r() {
+    const LaneMatrix<A> a = a_;
+    const int64_t columns = call_.columns;
     for (int64_t i = 0; i < call_.r_rows; ++i) {
-      const int64_t diagonal = std::min(i, call_.columns);
-      for (int64_t j = 0; j < diagonal; ++j) {
-        a_.set(i, j, Vector<A>{});
-      }
-      for (int64_t j = diagonal; j < call_.columns; ++j) {
-        a_.set(i, j, a_.get(i, j) * (load_full(signs_ + i * kLanes<A>) * unscale_));
+      const int64_t diagonal = std::min(i, columns);
+      std::fill(a.at(i, 0), a.at(i, diagonal), A{0});
+      const Vector<A> scale = diagonal < columns ? load_full(signs_ + i * kLanes<A>) * unscale_ : Vector<A>{};
+      for (int64_t j = diagonal; j < columns; ++j) {
+        a.set(i, j, a.get(i, j) * scale);
       }
     }
   }
