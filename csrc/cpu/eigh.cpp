@@ -3,10 +3,16 @@
 #include "cpu/eigh.h"
 
 #include <algorithm>
+#include <array>
+#include <exception>
+#include <limits>
+#include <string>
 #include <tuple>
 
 #include "cpu/isa.h"
 #include "cpu/tensor.h"
+
+extern "C" int MKL_Set_Num_Threads_Local(int count) __attribute__((weak));
 
 namespace overtone {
 namespace {
@@ -28,7 +34,9 @@ const EighKernels& kernels(const char* op) {
 template <class Work>
 void for_items(int64_t count, int64_t per_item, int64_t n, const Work& work) {
   const int64_t grain = std::max<int64_t>(1, 32768 / (per_item * n * n * n));
-  torch::stable::parallel_for(0, (count + per_item - 1) / per_item, grain, work);
+  if (count > 0) {
+    torch::stable::parallel_for(0, (count + per_item - 1) / per_item, grain, work);
+  }
 }
 
 ElementType solver_type(const Tensor& tensor, const char* op, const char* name) {
@@ -36,6 +44,97 @@ ElementType solver_type(const Tensor& tensor, const char* op, const char* name) 
   STD_TORCH_CHECK(type == ElementType::float32 || type == ElementType::float64, op, ": ", name,
                   " must be float32 or float64");
   return type;
+}
+
+// While it lives this thread's MKL, if torch has one, uses no other thread: with several its results would depend on
+// how many there are, even inside a parallel region.
+class OneBlasThread {
+ public:
+  OneBlasThread() {
+    torch::stable::get_num_threads();  // torch sets the number itself when a thread first asks; not after us, then
+    if (MKL_Set_Num_Threads_Local != nullptr) {
+      before_ = MKL_Set_Num_Threads_Local(1);
+    }
+  }
+  ~OneBlasThread() {
+    if (MKL_Set_Num_Threads_Local != nullptr) {
+      MKL_Set_Num_Threads_Local(before_);
+    }
+  }
+  OneBlasThread(const OneBlasThread&) = delete;
+  OneBlasThread& operator=(const OneBlasThread&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// One matrix through torch's LAPACK. Throws if it does not converge.
+std::tuple<Tensor, Tensor> lapack_eigh(const Tensor& a, bool upper, bool vectors) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(a),
+                                    torch::stable::detail::from(std::string(upper ? "U" : "L")),
+                                    torch::stable::detail::from(vectors)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_linalg_eigh", "", stack.data(), TORCH_ABI_VERSION));
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
+
+// The triangle of matrix `index`, to contiguous memory. Returns whether all of it is finite.
+template <class A>
+bool copy_triangle(const Eigh& call, int64_t index, A* out) {
+  const A* source = static_cast<const A*>(call.a.data) + call.a.offsets[index];
+  A not_finite = 0;
+  for (int64_t i = 0; i < call.n; ++i) {
+    for (int64_t j = call.upper ? i : 0; j < (call.upper ? call.n : i + 1); ++j) {
+      const A element = source[i * call.a.row_stride + j * call.a.column_stride];
+      out[i * call.n + j] = element;
+      not_finite += element * 0;
+    }
+  }
+  return not_finite == 0;
+}
+
+template <class A>
+void solve_by_lapack(const Eigh& call, const Tensor& like, int64_t begin, int64_t end) {
+  const int64_t n = call.n;
+  // A matrix is copied to memory of its own, so that LAPACK sees the same alignment wherever it stands in the batch.
+  Tensor matrix = torch::stable::new_zeros(like, {n, n});
+  for (int64_t index = begin; index < end; ++index) {
+    A* values = static_cast<A*>(call.values) + index * n;
+    A* vectors = call.vectors == nullptr ? nullptr : static_cast<A*>(call.vectors) + index * n * n;
+    try {
+      STD_TORCH_CHECK(copy_triangle(call, index, static_cast<A*>(matrix.data_ptr())), "the matrix is not finite");
+      const auto [found_values, found_vectors] = lapack_eigh(matrix, call.upper, vectors != nullptr);
+      std::copy_n(static_cast<const A*>(found_values.data_ptr()), n, values);
+      for (int64_t i = 0; i < n && vectors != nullptr; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          vectors[i * n + j] = static_cast<const A*>(
+              found_vectors.data_ptr())[i * found_vectors.stride(1) + j * found_vectors.stride(0)];
+        }
+      }
+      call.info[index] = 0;
+    } catch (const std::exception&) {
+      std::fill_n(values, n, std::numeric_limits<A>::quiet_NaN());
+      if (vectors != nullptr) {
+        std::fill_n(vectors, n * n, std::numeric_limits<A>::quiet_NaN());
+      }
+      call.info[index] = 1;
+    }
+  }
+}
+
+// Every matrix by itself, spread over the threads.
+void solve_by_lapack(const Eigh& call, const Tensor& like) {
+  torch::stable::parallel_for(0, call.a.count, 1, [&](int64_t begin, int64_t end) {
+    const OneBlasThread one;
+    call.type == ElementType::float64 ? solve_by_lapack<double>(call, like, begin, end)
+                                      : solve_by_lapack<float>(call, like, begin, end);
+  });
+}
+
+// Whether a matrix per lane is faster than LAPACK. Measured: an item takes as long as LAPACK takes for about n/20
+// matrices with eigenvectors, n/45 without, whatever the lanes. Threads must not matter, or they would change the bits.
+bool is_for_lanes(const Eigh& call, int64_t per_item) {
+  const int64_t items = (call.a.count + per_item - 1) / per_item;
+  return call.n <= 16 || items * call.n <= call.a.count * (call.vectors != nullptr ? 20 : 45);
 }
 
 std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
@@ -59,10 +158,12 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   call.info = static_cast<int32_t*>(info.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.info, call.a.count, 0);
-  } else if (call.a.count > 0) {
-    const auto& run = kernels(op);
+  } else if (const auto& run = kernels(op); is_for_lanes(call, run.matrices_per_item(call))) {
     for_items(call.a.count, run.matrices_per_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
+  } else {
+    note_kernel(op, "lapack");
+    solve_by_lapack(call, a);
   }
   return {out_values, torch::stable::transpose(out_vectors, -2, -1), info};
 }
@@ -106,7 +207,7 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   call.pair = static_cast<int32_t*>(pair.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.pair, 2 * call.vectors.count, -1);
-  } else if (call.vectors.count > 0) {
+  } else {
     const auto& run = kernels(op);
     for_items(call.vectors.count, run.matrices_per_backward_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });

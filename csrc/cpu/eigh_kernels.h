@@ -38,6 +38,7 @@ template <class A, int kGroups>
 class EighSolver {
  public:
   static constexpr int64_t kMatrices = kGroups * kLanes<A>;
+  static constexpr int64_t kLargestSortedInLanes = 16;
 
   explicit EighSolver(const Eigh& call)
       : call_(call),
@@ -114,55 +115,96 @@ class EighSolver {
   }
 
   void store(int k, int64_t begin, int count, Mask<A> failed) {
-    A* values = ql_.diagonal(k);
-    rank(values);
-    const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
     for (int lane = 0; lane < count; ++lane) {
       call_.info[begin + lane] = lane_of(failed, lane);
     }
-    A* out_values = static_cast<A*>(call_.values) + begin * n_;
+    finish(k, failed);
+    A* values = static_cast<A*>(call_.values) + begin * n_;
+    A* vectors = call_.vectors == nullptr ? nullptr : static_cast<A*>(call_.vectors) + begin * n_ * n_;
+    n_ <= kLargestSortedInLanes ? store_sorted(k, count, values, vectors) : store_by_rank(k, count, values, vectors);
+  }
+
+  // Eigenvalues to their size again; NaN for those who failed.
+  void finish(int k, Mask<A> failed) const {
+    const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
     for (int64_t i = 0; i < n_; ++i) {
-      A lanes[kLanes<A>];
-      store_full(select(failed, poison, scale_[k].undo(load_full(values + i * kMatrices))), lanes);
-      for (int lane = 0; lane < count; ++lane) {
-        out_values[lane * n_ + rank_of(i, lane)] = lanes[lane];
-      }
-    }
-    if (call_.vectors == nullptr) {
-      return;
-    }
-    A* out_vectors = static_cast<A*>(call_.vectors) + begin * n_ * n_;
-    for (int64_t i = 0; i < n_; ++i) {
-      for (int64_t j = 0; j < n_; ++j) {
+      set_value(k, i, select(failed, poison, scale_[k].undo(value(k, i))));
+      for (int64_t j = 0; j < n_ && call_.vectors != nullptr; ++j) {
         // Adding zero: other lanes' rotations may have turned a −0 to 0, which a matrix's own bits must not show.
         z_[k].set(i, j, select(failed, poison, z_[k].get(i, j) + Vector<A>{}));
       }
-      A* lanes[kLanes<A>];
-      for (int lane = 0; lane < kLanes<A>; ++lane) {
-        lanes[lane] = out_vectors + (lane * n_ + rank_of(i, lane)) * n_;
+    }
+  }
+
+  OVERTONE_INLINE Vector<A> value(int k, int64_t i) const { return load_full(ql_.diagonal(k) + i * kMatrices); }
+  OVERTONE_INLINE void set_value(int k, int64_t i, Vector<A> v) const {
+    store_full(v, ql_.diagonal(k) + i * kMatrices);
+  }
+
+  // Small matrices: sorted where they are, by exchanges of neighbours, so that they can be stored in one piece.
+  void store_sorted(int k, int count, A* values, A* vectors) const {
+    for (int64_t end = n_ - 1; end > 0; --end) {
+      for (int64_t i = 0; i < end; ++i) {
+        exchange(k, i, vectors != nullptr);
       }
-      deinterleave_run<A>(z_[k].at(i, 0), n_, count, lanes);
+    }
+    const LaneMatrix<A> row(ranks_, n_);
+    for (int64_t i = 0; i < n_; ++i) {
+      row.set(0, i, value(k, i));
+    }
+    store_lanes<A>(row, 1, n_, count, values);
+    if (vectors != nullptr) {
+      store_lanes<A>(z_[k], n_, n_, count, vectors);
+    }
+  }
+
+  OVERTONE_INLINE void exchange(int k, int64_t i, bool with_vectors) const {
+    const Vector<A> first = value(k, i);
+    const Vector<A> second = value(k, i + 1);
+    const Mask<A> swaps = less(second, first);
+    set_value(k, i, select(swaps, second, first));
+    set_value(k, i + 1, select(swaps, first, second));
+    for (int64_t j = 0; j < n_ && with_vectors; ++j) {
+      const Vector<A> upper = z_[k].get(i, j);
+      const Vector<A> lower = z_[k].get(i + 1, j);
+      z_[k].set(i, j, select(swaps, lower, upper));
+      z_[k].set(i + 1, j, select(swaps, upper, lower));
+    }
+  }
+
+  // Large ones: every eigenvector is stored where it belongs.
+  void store_by_rank(int k, int count, A* values, A* vectors) const {
+    rank(k);
+    for (int64_t i = 0; i < n_; ++i) {
+      A value_lanes[kLanes<A>];
+      store_full(value(k, i), value_lanes);
+      A* lanes[kLanes<A>] = {};
+      for (int lane = 0; lane < count; ++lane) {
+        const int64_t place = lane * n_ + static_cast<int64_t>(ranks_[i * kLanes<A> + lane]);
+        values[place] = value_lanes[lane];
+        if (vectors != nullptr) {
+          lanes[lane] = vectors + place * n_;
+        }
+      }
+      if (vectors != nullptr) {
+        deinterleave_run<A>(z_[k].at(i, 0), n_, count, lanes);
+      }
     }
   }
 
   // Where every eigenvalue goes in ascending order: how many go before it.
-  void rank(const A* values) const {
+  void rank(int k) const {
     const Vector<A> one = broadcast(A(1));
     for (int64_t i = 0; i < n_; ++i) {
-      const Vector<A> value = load_full(values + i * kMatrices);
       Vector<A> before{};
       for (int64_t j = 0; j < i; ++j) {
-        const Mask<A> goes_after = less(value, load_full(values + j * kMatrices));
+        const Mask<A> goes_after = less(value(k, i), value(k, j));
         A* other = ranks_ + j * kLanes<A>;
         store_full(load_full(other) + select(goes_after, one, Vector<A>{}), other);
         before += select(goes_after, Vector<A>{}, one);
       }
       store_full(before, ranks_ + i * kLanes<A>);
     }
-  }
-
-  OVERTONE_INLINE int64_t rank_of(int64_t i, int lane) const {
-    return static_cast<int64_t>(ranks_[i * kLanes<A> + lane]);
   }
 
   const Eigh& call_;

@@ -97,9 +97,8 @@ class Householder {
 
   // R's first `r_rows` rows.
   void store_r(int64_t r_rows, A* r) const {
-    store_transposed(x_, ld_, columns_, r_rows, r, columns_, [&](int64_t, int64_t i, Vector<A> v) {
-      return v * (load_full(signs_ + i) * unscale_);
-    });
+    store_transposed(x_, ld_, columns_, r_rows, r, columns_,
+                     [&](int64_t, int64_t i, Vector<A> v) { return v * (load_full(signs_ + i) * unscale_); });
   }
 
   // Q's first columns, contiguous. R is lost.
@@ -113,16 +112,15 @@ class Householder {
       transpose_factor(first, /*transposed=*/true);
       reflect(first, x_ + first * ld_, q_columns_ - first);
     }
-    store_transposed(x_, ld_, q_columns_, rows_, q, q_columns_,
-                     [](int64_t, int64_t, Vector<A> v) { return v; });
+    store_transposed(x_, ld_, q_columns_, rows_, q, q_columns_, [](int64_t, int64_t, Vector<A> v) { return v; });
   }
 
  private:
   static constexpr int kPanelVectors = static_cast<int>(kPanel / kLanes<A>);
 
   // Reduces the panel's columns one by one, as rows of kPanel elements: then the dot products of a column with all the
-  // others need no sum over lanes, and one of them is its norm. Column c of p keeps the multiple 1 / inverses_[c] of its
-  // reflector until all are done.
+  // others need no sum over lanes, and one of them is its norm. Column c of p keeps the multiple 1 / inverses_[c] of
+  // its reflector until all are done.
   void factor_panel(int64_t first, int64_t width) {
     const int64_t rows = rows_ - first;
     A* p = v_rows_;

@@ -114,6 +114,10 @@ void load_lanes(const MatrixBatch& batch, int64_t first, int64_t rows, int64_t c
 // Rows × columns of the first `count` lanes to contiguous matrices one after another.
 template <class A>
 void store_lanes(const LaneMatrix<A>& source, int64_t rows, int64_t columns, int count, A* out) {
+  if (source.row_stride == columns * kLanes<A>) {
+    columns *= rows;
+    rows = 1;
+  }
   for (int64_t i = 0; i < rows; ++i) {
     A* lanes[kLanes<A>];
     for (int lane = 0; lane < kLanes<A>; ++lane) {

@@ -107,9 +107,10 @@ class ImplicitQl {
     is_active_ = seen;
     begin_ = std::min(first_, n_ - 1);  // what lies before has fallen apart in every lane, for good
     // Wilkinson's shift: the eigenvalue of the window's first 2 × 2 block that is nearer to its first entry.
-    const P g = (d_next - d_low) / (P::all(2) * e_low);
-    const P root = square_root(g * g + P::all(1));
-    shift_ = d_low - e_low / (g + with_sign_of(root, g));
+    const P half = P::all(A(0.5)) * (d_next - d_low);
+    const P square = half * half + e_low * e_low;
+    const P root = square * reciprocal_root(square);
+    shift_ = d_low - e_low * e_low / (half + with_sign_of(root, half));
   }
 
   // One sweep, from the end of the windows to their beginning.
