@@ -138,24 +138,35 @@ class Householder {
     store_panel(first, width);
   }
 
-  // dots_[j] = Σ p[i][c] p[i][j] over the rows below c. Some rows at a time, to have enough sums under way.
-  void dot_column(const A* p, int64_t c, int64_t rows) {
-    Vector<A> sums[kPanelVectors] = {};
-    Vector<A> more[kPanelVectors] = {};
+  // dots_[j] = Σ p[i][c] p[i][j] over the rows below c, each of which is prepared just before it is read. Two sums are
+  // under way at a time.
+  template <class Prepare>
+  OVERTONE_INLINE void dot_column(A* p, int64_t c, int64_t rows, const Prepare& prepare) {
+    Vector<A> sums[2][kPanelVectors] = {};
     int64_t i = c + 1;
     for (; i + 2 <= rows; i += 2) {
+      prepare(p + i * kPanel);
+      prepare(p + (i + 1) * kPanel);
       OVERTONE_UNROLL
       for (int v = 0; v < kPanelVectors; ++v) {
-        sums[v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
-        more[v] += p[(i + 1) * kPanel + c] * load_full(p + (i + 1) * kPanel + v * kLanes<A>);
+        sums[0][v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
+        sums[1][v] += p[(i + 1) * kPanel + c] * load_full(p + (i + 1) * kPanel + v * kLanes<A>);
       }
     }
+    if (i < rows) {
+      prepare(p + i * kPanel);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        sums[0][v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
+      }
+    }
+    OVERTONE_UNROLL
     for (int v = 0; v < kPanelVectors; ++v) {
-      if (i < rows) {
-        sums[v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
-      }
-      store_full(sums[v] + more[v], dots_ + v * kLanes<A>);
+      store_full(sums[0][v] + sums[1][v], dots_ + v * kLanes<A>);
     }
+  }
+
+  void dot_column(A* p, int64_t c, int64_t rows) {
+    dot_column(p, c, rows, [](A*) {});
   }
 
   // The reflector I − τ v vᵀ, v = (1, inverse · what is below), that clears column c below its diagonal.
@@ -196,30 +207,21 @@ class Householder {
       factors[j] = inverses_[c] * factor;
     }
     Vector<A> factor[kPanelVectors];
-    Vector<A> sums[kPanelVectors] = {};
     OVERTONE_UNROLL
     for (int v = 0; v < kPanelVectors; ++v) {
       factor[v] = load_full(factors + v * kLanes<A>);
     }
-    for (int64_t i = c + 1; i < rows; ++i) {
-      A* row = p + i * kPanel;
+    const auto update = [&](A* row) {
       const A left = row[c];
-      Vector<A> updated[kPanelVectors];
       OVERTONE_UNROLL
       for (int v = 0; v < kPanelVectors; ++v) {
-        updated[v] = load_full(row + v * kLanes<A>) - left * factor[v];
-        store_full(updated[v], row + v * kLanes<A>);
+        store_full(load_full(row + v * kLanes<A>) - left * factor[v], row + v * kLanes<A>);
       }
-      const A next = i > c + 1 ? row[c + 1] : A{0};
-      OVERTONE_UNROLL
-      for (int v = 0; v < kPanelVectors; ++v) {
-        sums[v] += next * updated[v];
-      }
+    };
+    if (c + 1 < rows) {
+      update(p + (c + 1) * kPanel);
     }
-    OVERTONE_UNROLL
-    for (int v = 0; v < kPanelVectors; ++v) {
-      store_full(sums[v], dots_ + v * kLanes<A>);
-    }
+    dot_column(p, c + 1, rows, update);
   }
 
   // R's part of the panel back to x, zeros below it; the reflectors, with their zeros and ones, to both their layouts.
