@@ -12,6 +12,7 @@ from kit import shapes
 
 import overtone as ot
 from overtone import _C
+from overtone.ops import spectrum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Around the kernels' blocks of channels, without samples, tokens or channels, and with no leading dimension.
@@ -110,6 +111,27 @@ def exercise_eig(size: tuple[int, int], dtype: torch.dtype) -> int:
     return calls
 
 
+# Around the lanes' groups and the blocks of columns of QR, tall, wide, and with nothing in them.
+QR_SIZES = [(1, 1, 1), (17, 5, 5), (3, 40, 40), (2, 41, 41), (2, 7, 3), (2, 3, 7), (1, 33, 97), (1, 97, 33)]
+EMPTY_QR_SIZES = [(0, 3, 3), (2, 0, 0), (2, 3, 0), (2, 0, 3)]
+
+
+def exercise_qr(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> int:
+    """qr in every mode and, of square matrices, the weights composed of them; returns the number of calls."""
+    a = shapes.with_layout(torch.randn(size).to(dtype), layout).detach().requires_grad_()
+    calls = 2
+    for mode in ("complete", "r"):
+        ot.linalg.qr(a, mode, backend="cpu")
+    q, r = ot.linalg.qr(a, backend="cpu")
+    (q.sum() + r.mT.contiguous().mT.sum()).backward()
+    if size[-1] == size[-2]:
+        eigenvalues = torch.randn(size[:-1]).to(dtype).requires_grad_()
+        for compose in (spectrum.compose_symmetric, spectrum.compose_general):
+            compose(a, eigenvalues, backend="cpu").sum().backward()
+            calls += 2
+    return calls + 2
+
+
 def main() -> None:
     calls = 0
     for level in _C.available_isas():
@@ -123,6 +145,8 @@ def main() -> None:
         calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
+        for size, dtype in itertools.product(QR_SIZES + EMPTY_QR_SIZES, (torch.float32, torch.float64)):
+            calls += sum(exercise_qr(size, dtype, layout) for layout in shapes.LAYOUTS)
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
     print(f"{calls} calls at {', '.join(_C.available_isas())}; sanitizers: {_C.build_info()['sanitizers']}")
 

@@ -96,14 +96,14 @@ OVERTONE_INLINE void load_transposed(const T* corner, int64_t row_stride, int64_
   transpose_square<A>(square);
 }
 
-// The transpose, scaled: width × rows, rows `ld` apart; columns from `rows` up to a whole vector are zero.
+// The transpose, scaled: width × rows, rows `ld` apart; columns from `rows` up to `ld` are zero.
 template <class A>
 void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
   constexpr int kSize = kLanes<A>;
   with_type<A>(source.type, [=](auto element) {
     using T = decltype(element);
-    for (int64_t i = 0; i < rows; i += kSize) {
-      const int square_rows = static_cast<int>(std::min<int64_t>(rows - i, kSize));
+    for (int64_t i = 0; i < ld; i += kSize) {
+      const int square_rows = static_cast<int>(std::clamp<int64_t>(rows - i, 0, kSize));
       for (int64_t j = 0; j < width; j += kSize) {
         const int columns = static_cast<int>(std::min<int64_t>(kSize, width - j));
         Vector<A> square[kSize];

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/element_type.h"
@@ -82,5 +83,15 @@ struct MatricesView {
     batch.count = static_cast<int64_t>(offsets.size());
   }
 };
+
+// "(1, 2)" for the flat index of a matrix in a batch of these sizes.
+inline std::string member_name(int64_t member, const std::vector<int64_t>& sizes) {
+  std::string name;
+  for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
+    name = std::to_string(member % *size) + (name.empty() ? (sizes.size() == 1 ? "," : "") : ", ") + name;
+    member /= *size;
+  }
+  return sizes.empty() ? "" : " (" + name + ")";
+}
 
 }  // namespace overtone

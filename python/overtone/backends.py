@@ -28,6 +28,9 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "spectral_attention": {"cpu": FLOATS},
     "eig": {"cpu": (torch.float32, torch.float64)},
     "eigh": {"cpu": (torch.float32, torch.float64)},
+    "qr": {"cpu": (torch.float32, torch.float64)},
+    "compose_symmetric": {"cpu": (torch.float32, torch.float64)},
+    "compose_general": {"cpu": (torch.float32, torch.float64)},
 }
 
 

@@ -8,6 +8,7 @@ variants raise torch.linalg.LinAlgError and name the matrices.
 from overtone.ops.eig import eig, eig_ex, eigvals, eigvals_ex
 from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
 from overtone.ops.extremal import ExtremalResult, extremal_eigvals
+from overtone.ops.qr import qr, qr_ex
 
 __all__ = [
     "ExtremalResult",
@@ -20,4 +21,6 @@ __all__ = [
     "eigvalsh",
     "eigvalsh_ex",
     "extremal_eigvals",
+    "qr",
+    "qr_ex",
 ]

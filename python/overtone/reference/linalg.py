@@ -85,7 +85,7 @@ def qr(A: Tensor, mode: str = "reduced") -> QRResult:
     """A = QR with diag(R) > 0, which makes it unique: Q [..., m, k], R [..., k, n], k = min(m, n).
 
     Where the leading columns of A are linearly dependent R has zeros (or rounding) on its diagonal, and Q is one of
-    many; it is orthonormal all the same. mode="complete": Q [..., m, m].
+    many; it is orthonormal all the same. mode="complete": Q [..., m, m]. mode="r": R alone, and an empty Q.
     """
     return QRResult(*_checked("qr", qr_ex(A, mode)))
 
@@ -125,8 +125,11 @@ def rows_sum_to_one(A: Tensor) -> Tensor:
 
 
 def qr_ex(A: Tensor, mode: str = "reduced") -> QRExResult:
-    if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr: mode: got {mode!r}, wanted 'reduced' or 'complete'")
+    if mode not in ("reduced", "complete", "r"):
+        raise ValueError(f"qr: mode: got {mode!r}, wanted 'reduced', 'complete' or 'r'")
+    if mode == "r":
+        _, R, info = qr_ex(A)
+        return QRExResult(R.new_empty(0), R, info)
     return QRExResult(*_solve(lambda A: _positive_qr(A, mode), A, A))
 
 
