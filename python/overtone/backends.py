@@ -25,8 +25,11 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
-    "spectral_attention": {"cpu": FLOATS},
+    "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
 }
+
+# The widest last dimension of an op's first tensor that a backend's kernels take.
+WIDEST = {("spectral_attention", "triton"): 128}
 
 
 class BackendError(RuntimeError):
@@ -112,7 +115,7 @@ def use_backend(name: str | None) -> Iterator[None]:
         _Choice.forced = before
 
 
-def _device_backend(tensor: Tensor) -> str:
+def device_backend(tensor: Tensor) -> str:
     """The backend whose kernels torch's dispatcher would call for this tensor."""
     if tensor.device.type == "cpu":
         return "triton" if triton_interprets() else "cpu"
@@ -132,6 +135,9 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
     if tensor.dtype not in dtypes:
         return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
+    widest = WIDEST.get((op, name))
+    if widest is not None and tensor.shape[-1] > widest:
+        return f"it takes heads up to {widest} wide, got {tensor.shape[-1]}"
     if name == "cpu" and _extension.native is None:
         return _extension.why_missing
     if name == "triton" and not _HAS_TRITON:
@@ -156,7 +162,7 @@ def select(op: str, requested: str | None, tensor: Tensor) -> str:
         if obstacle is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
         return name
-    name = _device_backend(tensor)
+    name = device_backend(tensor)
     if name not in KERNELS[op]:
         return "reference"
     obstacle = _obstacle(op, name, tensor)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overtone import reference
-from overtone.backends import select
+from overtone.backends import device_backend, select
 from overtone.ops import checks, library
 from overtone.types import FrequencyNorms
 
@@ -56,7 +56,7 @@ def spectral_attention(
         head_gain: [H], AttnScale's ω, in query's dtype or float32: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages
             over the keys that take part in the row.
         return_norms: return FrequencyNorms of y too, each [B], float32 (float64), taken before y is rounded.
-        backend: "reference", "cpu", or None to choose.
+        backend: "reference", "cpu", "triton" (head widths to 128), or None to choose.
 
     Returns:
         y [B, N, E] in query's dtype, or (y, FrequencyNorms); differentiable in every floating-point argument.
@@ -170,9 +170,14 @@ def _fake(query, key, value, eigenvalues, basis, residual, attn_mask, is_causal,
     return (
         y,
         wide,
-        query.new_empty((batch, length, heads * width), dtype=dtype),
+        query.new_empty((batch, length, heads * width), dtype=query.dtype if _runs_on_triton(query) else dtype),
         query.new_empty((batch, heads, length, 2), dtype=dtype),
     )
+
+
+def _runs_on_triton(query: Tensor) -> bool:
+    """Memory is what GPUs are short of: there the heads' outputs are kept, and grad_y is taken, in query's dtype."""
+    return device_backend(query) == "triton"
 
 
 _NEEDS = ("query", "key", "value", "eigenvalues", "basis", "attn_mask")
@@ -181,7 +186,7 @@ _NEEDS = ("query", "key", "value", "eigenvalues", "basis", "attn_mask")
 def _fake_backward(
     grad_y, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale, heads, softmax_rows, needs
 ):
-    dtype = grad_y.dtype
+    dtype = eigenvalues.dtype
     logits = (*query.shape[:3], key.shape[2])
     results = (
         (query.shape, query.dtype),
@@ -201,13 +206,16 @@ library.define(
     " Tensor? attn_mask, bool is_causal, float scale, bool need_wide)"
     " -> (Tensor y, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
     fake=_fake,
+    triton="attention.forward",
 )
-# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype.
+# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype, or on
+# Triton any.
 library.define(
     "spectral_attention_backward(Tensor grad_y, Tensor query, Tensor key, Tensor value, Tensor eigenvalues,"
     " Tensor basis, Tensor? attn_mask, bool is_causal, float scale, Tensor heads, Tensor softmax_rows, int needs)"
     " -> (Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor logits)",
     fake=_fake_backward,
+    triton="attention.backward",
 )
 
 
@@ -225,15 +233,16 @@ def _backward(ctx, grad_y, grad_wide, _grad_heads, _grad_softmax_rows):
     query, key, value, eigenvalues, basis, attn_mask, heads, softmax_rows = ctx.saved_tensors
     dtype = eigenvalues.dtype
     grad_wide = grad_wide if ctx.has_wide else None
-    grads = [g.to(dtype) for g in (grad_y, grad_wide) if g is not None]
+    grads = [g for g in (grad_y, grad_wide) if g is not None]
     if not grads:
         return (None,) * 10
-    grad = (grads[0] if len(grads) == 1 else grads[0] + grads[1]).contiguous()
+    grad = (grads[0] if len(grads) == 1 else grads[0].to(dtype) + grads[1]).contiguous()
     q, k, v, lam, u, r, m = ctx.needs_input_grad[:7]
     wanted = (q, k, v, lam, u, m)
     if torch.is_grad_enabled():
-        results = _differentiable_backward(ctx, grad)
+        results = _differentiable_backward(ctx, grad.to(dtype))
     else:
+        grad = grad if _runs_on_triton(query) else grad.to(dtype)
         needs = sum(1 << bit for bit, need in enumerate(wanted) if need)
         results = torch.ops.overtone.spectral_attention_backward(
             grad, query, key, value, eigenvalues, basis, attn_mask, ctx.is_causal, ctx.scale, heads, softmax_rows, needs

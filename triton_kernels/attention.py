@@ -1,0 +1,217 @@
+"""spectral_attention: from the op's arguments to its kernels and back (the contract is ops/attention.py).
+
+Nothing here waits for the device, so calls can be captured in a CUDA graph. Empty inputs need no case of their own: an
+empty grid is not launched, and a kernel whose loop is empty writes zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from overtone.triton_kernels import attention_configs as configs
+from overtone.triton_kernels import frequency
+from overtone.triton_kernels.attention_backward import (
+    basis_gradient_kernel,
+    column_sums_kernel,
+    heads_gradient_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
+from overtone.triton_kernels.attention_forward import attention_kernel, fused_kernel, projection_kernel
+from overtone.triton_kernels.launch import architecture, launch
+
+LOG2E = 1 / math.log(2)
+
+
+class _Call:
+    """Sizes, blocks and common arguments of one call."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
+        is_causal: bool, scale: float, residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.queries, self.width = query.shape
+        self.keys, self.channels = key.shape[2], basis.shape[1]
+        self.features = self.heads * self.width
+        self.scale = scale
+        self.new_empty = query.new_empty
+        self.dtype = query.dtype
+        self.table = configs.table(architecture(query.device), query.dtype, self.width, attn_mask is not None)
+        self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
+        self.weights = eigenvalues, *_strided(basis, 2)
+        self.sizes = self.heads, self.queries, self.keys
+        self.precision = {"PRECISION": _dot_precision(query)}
+        spans = [_span(x) for x in (query, key, value, basis, attn_mask, residual)]
+        spans += [self.queries * size for size in (self.features, self.channels, self.keys)]
+        self.offsets = {"WIDE": max(spans) >= 2**31, **self.precision}
+        self.head = {"D": self.width, "BD": self.table.BD, **self.offsets}
+        self.logits = {"IS_CAUSAL": is_causal, **self.head}
+
+    def empty(self, *shape: int) -> Tensor:
+        """Uninitialised, in the statistics' dtype."""
+        return self.new_empty(shape, dtype=torch.float32)
+
+    def column_sums(self, rows: Tensor, sums: Tensor, blocks: configs.Blocks) -> None:
+        grid = (triton.cdiv(sums.numel(), blocks.tile["BC"]),)
+        launch(column_sums_kernel, grid, rows, sums, rows.shape[0], sums.numel(), **blocks.meta)
+
+
+def _strided(x: Tensor | None, dimensions: int) -> tuple:
+    """A tensor and its strides as kernel arguments."""
+    return (None, *(0,) * dimensions) if x is None else (x, *x.stride())
+
+
+def _span(x: Tensor | None) -> int:
+    """How far apart in memory two elements of the last two dimensions are, at most."""
+    if x is None:
+        return 0
+    return sum(max(size - 1, 0) * stride for size, stride in zip(x.shape[-2:], x.stride()[-2:], strict=True))
+
+
+def _dot_precision(query: Tensor) -> str:
+    """How float32 is multiplied: exactly, unless torch allows TF32 (which AMD's Triton does not have)."""
+    allowed = torch.get_float32_matmul_precision() != "highest" and architecture(query.device).startswith("sm_")
+    return "tf32" if allowed and query.dtype == torch.float32 else "ieee"
+
+
+class Attended(NamedTuple):
+    """What forward makes: `wide_y`, `heads` with `softmax_rows`, and the norms are None where not wanted."""
+
+    y: Tensor
+    wide_y: Tensor | None
+    heads: Tensor | None
+    softmax_rows: Tensor | None
+    low: Tensor | None
+    high: Tensor | None
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor | None,
+    attn_mask: Tensor | None, is_causal: bool, scale: float, need_wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The op spectral_attention."""
+    result = attend(
+        query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale,
+        need_wide=need_wide and query.dtype != torch.float32,
+    )  # fmt: skip
+    wide_y = query.new_empty(0, dtype=torch.float32) if result.wide_y is None else result.wide_y
+    return result.y, wide_y, result.heads, result.softmax_rows
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor | None,
+    attn_mask: Tensor | None, is_causal: bool, scale: float, *,
+    need_wide: bool = False, need_heads: bool = True, need_norms: bool = False,
+) -> Attended:  # fmt: skip
+    """y and, where wanted, y before rounding, what backward needs, and y's norms, taken before it is rounded."""
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale, residual)
+    fused = call.table.fused(call.channels, call.keys)
+    y = query.new_empty(call.batch, call.queries, call.channels)
+    wide_y = call.empty(*y.shape) if need_wide else None
+    need_heads = need_heads or fused is None
+    heads = query.new_empty(call.batch, call.queries, call.features) if need_heads else None
+    rows = call.empty(call.batch, call.heads, call.queries, 2) if need_heads else None
+    last = call.table.blocks["projection"] if fused is None else fused
+    blocks = call.batch * triton.cdiv(call.queries, last.tile["BM"])  # of tokens, in the launch that makes y
+    statistics = call.empty(blocks, 4, call.channels) if need_norms else None
+    end = *_strided(residual, 3), y, wide_y, statistics
+    if fused is not None:
+        launch(
+            fused_kernel, (blocks,),
+            *call.inputs, *call.weights, *end, heads, rows, scale * LOG2E, *call.sizes, call.channels,
+            **call.logits, **fused.meta,
+        )  # fmt: skip
+    else:
+        first = call.table.attention(call.keys)
+        launch(
+            attention_kernel, (call.batch * call.heads * triton.cdiv(call.queries, first.tile["BM"]),),
+            *call.inputs, heads, rows, scale * LOG2E, *call.sizes,
+            **call.logits, **first.meta,
+        )  # fmt: skip
+        launch(
+            projection_kernel, (blocks * triton.cdiv(call.channels, last.tile["BE"]),),
+            heads, *call.weights, *end, call.queries, call.features, call.channels,
+            **call.offsets, **last.meta,
+        )  # fmt: skip
+    low, high = (None, None) if statistics is None else frequency.norms_of_statistics(statistics, call.batch)
+    return Attended(y, wide_y, heads, rows, low, high)
+
+
+def backward(
+    grad_y: Tensor, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor,
+    attn_mask: Tensor | None, is_causal: bool, scale: float, heads: Tensor, softmax_rows: Tensor, needs: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The op spectral_attention_backward: grad_y is contiguous, in any dtype; what is not needed comes back empty."""
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale)
+    logits = *query.shape[:3], call.keys
+    shapes = (query.shape, key.shape, value.shape, eigenvalues.shape, basis.shape, logits)
+    dtypes = (query.dtype,) * 3 + (torch.float32,) * 3
+    wanted = [bool(needs >> bit & 1) for bit in range(len(shapes))]
+    results = tuple(
+        query.new_empty(shape if want else (0,), dtype=dtype)
+        for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)
+    )
+    grad_q, grad_k, grad_v, grad_eigenvalues, grad_basis, grad_logits = (
+        result if want else None for result, want in zip(results, wanted, strict=True)
+    )
+    need_heads = any(wanted[bit] for bit in (0, 1, 2, 5))
+    if need_heads or grad_eigenvalues is not None:
+        grad_heads, delta = _heads_gradient(call, grad_y, heads, grad_eigenvalues, need_heads)
+    if grad_basis is not None:
+        _basis_gradient(call, grad_y, heads, grad_basis)
+    if grad_k is not None or grad_v is not None:
+        blocks = call.table.blocks["key_value_gradient"]
+        launch(
+            key_value_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.keys, blocks.tile["BN"]),),
+            *call.inputs, grad_heads, softmax_rows, delta, grad_k, grad_v, scale, scale * LOG2E, *call.sizes,
+            **call.logits, **blocks.meta,
+        )  # fmt: skip
+    if grad_q is not None or grad_logits is not None:
+        blocks = call.table.blocks["query_gradient"]
+        launch(
+            query_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.queries, blocks.tile["BM"]),),
+            *call.inputs, grad_heads, softmax_rows, delta, grad_q, grad_logits, scale, scale * LOG2E, *call.sizes,
+            **call.logits, **blocks.meta,
+        )  # fmt: skip
+    return results
+
+
+def _heads_gradient(
+    call: _Call, grad_y: Tensor, heads: Tensor, grad_eigenvalues: Tensor | None, need_heads: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """∂O and δ, where they are needed; ∂λ into grad_eigenvalues, where that is given."""
+    blocks = call.table.blocks["heads_gradient"]
+    rows = call.batch * triton.cdiv(call.queries, blocks.tile["BM"])
+    grad_heads = heads.new_empty(heads.shape) if need_heads else None
+    delta = call.empty(call.batch, call.heads, call.queries) if need_heads else None
+    parts = None if grad_eigenvalues is None else call.empty(rows, call.features)
+    launch(
+        heads_gradient_kernel, (rows * call.heads,),
+        grad_y, *call.weights, heads, grad_heads, delta, parts, call.heads, call.queries, call.channels,
+        **call.head, **blocks.meta,
+    )  # fmt: skip
+    if grad_eigenvalues is not None:
+        call.column_sums(parts, grad_eigenvalues, configs.MANY_ROWS)
+    return grad_heads, delta
+
+
+def _basis_gradient(call: _Call, grad_y: Tensor, heads: Tensor, grad_basis: Tensor) -> None:
+    """∂U, over splits of all tokens that are then added up."""
+    blocks = call.table.blocks["basis_gradient"]
+    tokens = call.batch * call.queries
+    tiles = triton.cdiv(call.features, blocks.tile["BM"]) * triton.cdiv(call.channels, blocks.tile["BE"])
+    split_tokens = configs.tokens_per_split(tokens, tiles, blocks.tile["BK"])
+    splits = triton.cdiv(tokens, split_tokens)
+    parts = grad_basis if splits == 1 else call.empty(splits, *grad_basis.shape)
+    launch(
+        basis_gradient_kernel, (splits * tiles,),
+        heads, call.weights[0], grad_y, parts, tokens, call.features, call.channels, split_tokens,
+        **call.precision, **blocks.meta,
+    )  # fmt: skip
+    if splits != 1:
+        call.column_sums(parts, grad_basis, configs.FEW_ROWS)
