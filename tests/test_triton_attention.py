@@ -5,6 +5,9 @@ The interpreter multiplies bfloat16 wrongly and runs one program after the other
 
 from __future__ import annotations
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from kit import accuracy, compiling, repeat
@@ -51,10 +54,17 @@ def launched(monkeypatch) -> list[str]:
 @pytest.fixture(params=["one launch", "two launches"])
 def form(request, monkeypatch, launched) -> str:
     """Forces the form of forward, and proves afterwards that it ran."""
-    from overtone.triton_kernels import attention_configs
+    from overtone.triton_kernels.attention_configs import Blocks, Table
 
-    if request.param == "two launches":
-        monkeypatch.setattr(attention_configs.Table, "fused", lambda self, channels, keys: None)
+    shipped = Table.fused
+
+    def one_launch(table, channels, keys):
+        """As shipped, or where none is (float32) with these blocks."""
+        tile = {"BM": 32, "BN": 64, "WHOLE": keys <= 64, "BE": 64, "PIECES": max(1, -(-channels // 64))}
+        return shipped(table, channels, keys) or Blocks(tile, 4)
+
+    forms = {"one launch": one_launch, "two launches": lambda table, channels, keys: None}
+    monkeypatch.setattr(Table, "fused", forms[request.param])
     yield request.param
     assert ("fused" in launched) == (request.param == "one launch")
     assert ("projection" in launched) == (request.param == "two launches")
@@ -334,3 +344,83 @@ def case_what_triton_does_not_take():
         as_call(ot.spectral_attention, backend="triton")(*random_call(dtype=torch.float64))
     with pytest.warns(UserWarning, match="heads up to 128 wide"):
         as_call(ot.spectral_attention)(*args)
+
+
+class Counter:
+    """Counts what the interpreter loads, stores and multiplies, launch by launch."""
+
+    def __init__(self, monkeypatch) -> None:
+        from triton.runtime import interpreter
+
+        from overtone.triton_kernels import attention, frequency
+
+        self.counts, self.launches = [], []
+        self.builder = interpreter.InterpreterBuilder
+        for name in ("create_masked_load", "create_masked_store", "create_dot"):
+            monkeypatch.setattr(self.builder, name, self._counting(name))
+        for module in (attention, frequency):
+            monkeypatch.setattr(module, "launch", partial(self._launch, module.launch))
+
+    def _launch(self, launch, kernel, grid, *args, **meta) -> None:
+        from overtone.triton_kernels.launch import Launch
+
+        self.read, self.written, self.flops = [], [], 0
+        launch(kernel, grid, *args, **meta)
+        unique = [len(np.unique(np.concatenate(addresses))) for addresses in (self.read, self.written)]
+        self.launches.append(Launch(kernel, grid, args, meta))
+        self.counts.append((*unique, self.flops))
+
+    def _counting(self, name):
+        original = getattr(self.builder, name)
+
+        def load(builder, pointers, mask, *rest):
+            self.read.append(_bytes(pointers, mask))
+            return original(builder, pointers, mask, *rest)
+
+        def store(builder, pointers, value, mask, *rest):
+            self.written.append(_bytes(pointers, mask))
+            return original(builder, pointers, value, mask, *rest)
+
+        def dot(builder, a, b, *rest):
+            self.flops += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+            return original(builder, a, b, *rest)
+
+        return {"create_masked_load": load, "create_masked_store": store, "create_dot": dot}[name]
+
+
+def _bytes(pointers, mask):
+    """The address of every byte behind the pointers that are not masked."""
+    first = pointers.data[mask.data].astype(np.int64)
+    return (first[:, None] + np.arange(pointers.get_element_ty().primitive_bitwidth // 8)).ravel()
+
+
+@pytest.mark.parametrize(
+    "tokens, width, channels, dtype",
+    [
+        (65, 16, 40, torch.float16),
+        (70, 24, 200, torch.float16),
+        (300, 16, 40, torch.float16),
+        (33, 16, 40, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("mask", ["none", "bias"])
+def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, channels, dtype, mask):
+    """Bytes of every launch, each counted once, and FLOPs equal the formula."""
+    from overtone.triton_kernels import attention, attention_model, frequency
+
+    *qkv, eigenvalues, basis, residual, bias, _ = (
+        a if a is None else a.detach()
+        for a in random_call(1, 2, tokens, tokens + 3, width, channels, dtype=dtype, mask=mask)
+    )
+    if bias is not None:
+        bias = bias.float().expand(1, 2, tokens, tokens + 3)
+    counter = Counter(monkeypatch)
+    made = attention.attend(*qkv, eigenvalues, basis, residual, bias, False, 1.0, need_norms=True, need_wide=True)
+    norms = made.low, made.high
+    grad = frequency.norms_backward(*norms, made.y, *norms, None, added=residual)
+    saved = made.heads, made.softmax_rows
+    attention.backward(grad, *qkv, eigenvalues, basis, bias, False, 1.0, *saved, 31 if bias is None else 63)
+    assert len(counter.launches) >= 8
+    for launch, counted in zip(counter.launches, counter.counts, strict=True):
+        cost = attention_model.cost(launch)
+        assert (cost.read, cost.written, cost.flops) == counted, cost.name

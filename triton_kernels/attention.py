@@ -164,11 +164,14 @@ def backward(
         grad_heads, delta = _heads_gradient(call, grad_y, heads, grad_eigenvalues, need_heads)
     if grad_basis is not None:
         _basis_gradient(call, grad_y, heads, grad_basis)
-    if grad_k is not None or grad_v is not None:
-        blocks = call.table.blocks["key_value_gradient"]
+    apart = call.table.blocks.get("key_value_apart")
+    blocks = apart or call.table.blocks["key_value_gradient"]
+    for wanted_now in ((grad_k, None), (None, grad_v)) if apart else ((grad_k, grad_v),):
+        if wanted_now == (None, None):
+            continue
         launch(
             key_value_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.keys, blocks.tile["BN"]),),
-            *call.inputs, grad_heads, softmax_rows, delta, grad_k, grad_v, scale, scale * LOG2E, *call.sizes,
+            *call.inputs, grad_heads, softmax_rows, delta, *wanted_now, scale, scale * LOG2E, *call.sizes,
             **call.logits, **blocks.meta,
         )  # fmt: skip
     if grad_q is not None or grad_logits is not None:

@@ -117,7 +117,8 @@ def key_value_gradient_kernel(
     p_rows = at_head(p_rows, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
     p_delta = at_head(p_delta, i_b, i_h, n_heads * n_queries, n_queries)
     b_k = load_head(at_head(p_k, i_b, i_h, k_sb, k_sh), k_st, k_sd, o_n, n_keys, D, BD, WIDE)  # [BN, BD]
-    b_v = load_head(at_head(p_v, i_b, i_h, v_sb, v_sh), v_st, v_sd, o_n, n_keys, D, BD, WIDE)  # [BN, BD]
+    if p_grad_k is not None:
+        b_v = load_head(at_head(p_v, i_b, i_h, v_sb, v_sh), v_st, v_sd, o_n, n_keys, D, BD, WIDE)  # [BN, BD]
     b_dk = tl.zeros([BN, BD], dtype=tl.float32)
     b_dv = tl.zeros([BN, BD], dtype=tl.float32)
     i_first = 0
@@ -131,7 +132,8 @@ def key_value_gradient_kernel(
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * logit_scale  # [BN, BM]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, o_m[None, :], o_n[:, None], n_queries, n_keys, IS_CAUSAL, WIDE)
         b_p = tl.exp2(b_s - b_max[None, :]) * b_inverse[None, :]
-        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        if p_grad_v is not None:
+            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         if p_grad_k is not None:
             b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
             b_ds = b_p * (b_dp - b_delta[None, :])

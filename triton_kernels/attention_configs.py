@@ -36,12 +36,13 @@ TILES = {
     "heads_gradient": ("BM", "BK"),
     "basis_gradient": ("BM", "BE", "BK"),
     "key_value_gradient": ("BM", "BN"),
+    "key_value_apart": ("BM", "BN"),
     "query_gradient": ("BM", "BN"),
 }
 
-# half: float16 and bfloat16. width: of a head, up to. masked: with attn_mask, whose tile takes registers too.
-# _whole: all keys (BN at most) in one pass. "-": no such form on this architecture; where masks have no entry of their
-# own, the kernel reads none.
+# half: float16 and bfloat16. width: of a head, up to. masked: with attn_mask, whose tile takes registers too; where
+# masks have no entry of their own, the kernel reads none. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
+# one after the other, as registers do not hold both. "-": no such form on this architecture.
 _TABLE = """
 dtype width mask   kernel              sm_80         sm_89         sm_90         sm_100        sm_120        gfx942        gfx1100
 half  64    plain  attention           128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.2
@@ -51,32 +52,35 @@ half  64    plain  fused_whole         32.256.8.1    32.256.8.1    32.256.8.1   
 half  64    plain  projection          128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 64.64.32.4.2
 half  64    plain  heads_gradient      128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3
 half  64    plain  basis_gradient      64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3
-half  64    plain  key_value_gradient  32.128.8.2    32.128.8.2    64.128.8.2    64.128.8.2    32.128.8.2    32.64.4.1     16.32.4.1
+half  64    plain  key_value_gradient  64.128.8.2    32.128.8.2    64.128.8.2    64.128.8.2    32.128.8.2    32.64.4.1     16.32.4.1
 half  64    plain  query_gradient      128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    64.32.4.1
-half  64    masked attention           128.64.8.3    128.64.8.2    128.64.8.3    128.64.8.2    128.64.8.2    128.64.8.3    16.32.4.1
-half  64    masked key_value_gradient  32.128.8.2    32.128.8.2    64.128.8.2    32.128.8.2    32.64.4.1     32.64.4.1     16.32.4.1
-half  64    masked query_gradient      128.32.8.2    128.32.8.2    128.64.8.2    128.64.8.2    128.32.8.2    128.32.8.2    32.32.4.1
-half  128   plain  attention           64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2
-half  128   plain  heads_gradient      64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2
-half  128   plain  key_value_gradient  32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
-half  128   plain  query_gradient      32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
-half  128   masked attention           64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2
-half  128   masked key_value_gradient  32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
-half  128   masked query_gradient      32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
-float 64    plain  attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
+half  64    masked attention           128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    16.32.4.1
+half  64    masked key_value_gradient  32.128.8.2    32.64.4.1     32.128.8.2    32.128.8.2    32.64.4.1     32.64.4.1     16.32.4.1
+half  64    masked query_gradient      128.32.8.2    128.32.8.2    128.32.8.2    128.64.8.2    128.32.8.2    128.32.8.2    16.32.4.1
+half  128   plain  attention           64.64.4.2     64.32.4.2     64.64.4.2     64.64.4.2     64.32.4.2     64.32.4.2     16.32.4.1
+half  128   plain  attention_whole     64.256.8.1    64.256.8.1    64.256.8.1    64.256.8.1    64.256.8.1    -             -
+half  128   plain  heads_gradient      64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     32.32.4.2
+half  128   plain  key_value_gradient  64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     16.32.4.1     -
+half  128   plain  key_value_apart     -             -             -             -             -             -             16.32.4.1
+half  128   plain  query_gradient      64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.32.4.1     32.16.8.1
+half  128   masked attention           64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     32.32.4.2     16.16.4.1
+half  128   masked key_value_gradient  32.64.8.1     32.64.8.1     64.64.8.2     64.64.8.2     32.64.8.1     16.32.4.1     -
+half  128   masked key_value_apart     -             -             -             -             -             -             16.16.4.1
+half  128   masked query_gradient      64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.32.4.1     32.16.8.1
+float 64    plain  attention           32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
 float 64    plain  projection          64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2
 float 64    plain  heads_gradient      32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2
 float 64    plain  basis_gradient      64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2
-float 64    plain  key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 64    plain  query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 64    masked attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
-float 64    masked key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 64    masked query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 128   plain  attention           16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
+float 64    plain  key_value_gradient  16.16.4.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     16.32.4.1     32.32.8.1
+float 64    plain  query_gradient      32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1
+float 64    masked attention           32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
+float 64    masked key_value_gradient  32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1
+float 64    masked query_gradient      32.16.4.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1
+float 128   plain  attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
 float 128   plain  heads_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
 float 128   plain  key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
 float 128   plain  query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 128   masked attention           16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
+float 128   masked attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
 float 128   masked key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
 float 128   masked query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
 """  # noqa: E501
@@ -160,7 +164,7 @@ def _blocks(architecture: str, kind: str, width: int, masked: bool) -> dict[str,
         row_kind, row_width, mask, kernel, *cells = line.split()
         cell = cells[ARCHITECTURES.index(architecture)]
         of_this_width = int(row_width) == width or kernel in ("projection", "basis_gradient")
-        reads_masks = kernel in ("attention", "key_value_gradient", "query_gradient")
+        reads_masks = kernel in ("attention", "key_value_gradient", "key_value_apart", "query_gradient")
         of_this_mask = (mask == "masked") == masked or not reads_masks
         if masked and ("whole" in kernel or "fused" in kernel):
             continue

@@ -152,7 +152,9 @@ def _call_attention_ops(dtype: torch.dtype, tokens: int, width: int, channels: i
 
 def build(kernel: Kernel, architecture: Architecture) -> CompiledKernel:
     """Compile for `architecture`, without a GPU."""
-    return triton.compile(_source(kernel.launch), target=architecture.target, options=kernel.options)
+    return triton.compile(
+        _source(kernel.launch, architecture.target), target=architecture.target, options=kernel.options
+    )
 
 
 def compile(kernel: Kernel, architecture: Architecture) -> Usage:
@@ -198,7 +200,7 @@ def occupancy(architecture: Architecture, registers: int, shared: int, warps: in
     return blocks * warps / architecture.warps_per_processor
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(launch: Launch, target: GPUTarget) -> ASTSource:
     """Types, constants and alignment as Triton's own launch derives them from arguments."""
     signature, constants, attributes = {}, {}, {}
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.meta
@@ -206,6 +208,7 @@ def _source(launch: Launch) -> ASTSource:
         value = values[name]
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
+            attributes[(index,)] = _ALIGNED + (_IN_32_BITS if target.backend == "hip" and _is_small(value) else [])
         elif value is None or launch.kernel.params[index].is_constexpr or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constants[(index,)] = value
@@ -213,9 +216,17 @@ def _source(launch: Launch) -> ASTSource:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or (signature[name] in ("i32", "i64") and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if value % 16 == 0:
+                attributes[(index,)] = _ALIGNED
     return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+_ALIGNED = [["tt.divisibility", 16]]
+_IN_32_BITS = [["tt.pointer_range", 32]]  # lets AMD's compiler use buffer instructions
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    return x.untyped_storage().size() < 2**31
 
 
 _TYPES = {
