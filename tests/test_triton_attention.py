@@ -5,6 +5,7 @@ The interpreter multiplies bfloat16 wrongly and runs one program after the other
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -216,35 +217,31 @@ def case_large_and_small_logits(factor):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [5, 150])
 def case_norms_in_the_epilogue(form, launched, dtype, tokens):
-    """They are those of y before rounding, from one reading of nothing: y is not read again."""
-    from overtone.triton_kernels import attention
-
-    query, key, value, eigenvalues, basis, residual, _, _ = (
+    """They are those of y before rounding; without backward nothing is kept for it."""
+    *call, residual, _, _ = (
         a if a is None else a.detach() for a in random_call(queries=tokens, keys=tokens, channels=70, dtype=dtype)
     )
-    result = attention.attend(
-        query, key, value, eigenvalues, basis, residual, None, False, 0.25,
-        need_wide=True, need_heads=False, need_norms=True,
-    )  # fmt: skip
-    assert (result.heads is None) == (form == "one launch")
-    assert torch.equal(result.wide_y.to(dtype), result.y)
-    truth = ot.reference.frequency_norms(result.wide_y.double())
-    torch.testing.assert_close(result.low.double(), truth.low, rtol=1e-6, atol=0)
-    torch.testing.assert_close(result.high.double(), truth.high, rtol=1e-6, atol=0)
+    y, low, high, wide_y, heads, rows = torch.ops.overtone.spectral_attention(
+        *call, residual, None, False, 0.25, True, True, False
+    )
+    assert heads.numel() == rows.numel() == 0
+    wide_y = y if dtype == torch.float32 else wide_y
+    assert torch.equal(wide_y.to(dtype), y)
+    truth = ot.reference.frequency_norms(wide_y.double())
+    torch.testing.assert_close(low.double(), truth.low, rtol=1e-6, atol=0)
+    torch.testing.assert_close(high.double(), truth.high, rtol=1e-6, atol=0)
 
 
 def case_norms_of_almost_equal_tokens(form):
     """HFC/LFC = 1e-6 in y, float32: right to 1e-4 relative, as λ = 0 leaves y = residual."""
-    from overtone.triton_kernels import attention
-
-    query, key, value, eigenvalues, basis, _, _, _ = (
-        a if a is None else a.detach() for a in random_call(batch=1, queries=150, keys=9)
-    )
+    query, key, value, eigenvalues, basis, *_ = random_call(batch=1, queries=150, keys=9)
     residual = (1000 * (1 + 1e-6 * torch.randn(1, 150, 24, dtype=torch.float64))).float()
-    result = attention.attend(query, key, value, 0 * eigenvalues, basis, residual, None, False, 1.0, need_norms=True)
+    _, norms = ot.spectral_attention(
+        query, key, value, 0 * eigenvalues, basis, residual=residual, return_norms=True, backend="triton"
+    )
     truth = ot.reference.frequency_norms(residual.double())
-    torch.testing.assert_close(result.high.double(), truth.high, rtol=1e-4, atol=0)
-    torch.testing.assert_close(result.low.double(), truth.low, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms.high.double(), truth.high, rtol=1e-4, atol=0)
+    torch.testing.assert_close(norms.low.double(), truth.low, rtol=1e-6, atol=0)
 
 
 KERNELS_FOR = {
@@ -281,14 +278,16 @@ def case_contract():
         attn_mask = args[6] if args[6] is None else args[6].expand(2, 2, 5, 7)
         if mask == "bias":
             attn_mask = attn_mask.float()
-        call = (*args[:6], attn_mask, is_causal, 0.25, True)
+        call = (*args[:6], attn_mask, is_causal, 0.25)
         utils = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.overtone.spectral_attention.default, call, test_utils=utils)
-        y, _, heads, softmax_rows = torch.ops.overtone.spectral_attention(*call)
-        for needs in (63, 16, 8, 3):
-            backward = (y, *args[:5], attn_mask, is_causal, 0.25, heads, softmax_rows, needs)
+        for wanted in itertools.product((False, True), repeat=3):
+            op = torch.ops.overtone.spectral_attention.default
+            torch.library.opcheck(op, (*call, *wanted), test_utils=utils)
+        y, low, high, _, heads, softmax_rows = torch.ops.overtone.spectral_attention(*call, True, True, True)
+        for needs, grads in ((63, (y, low, high)), (16, (None, low, high)), (8, (y, None, None)), (3, (y, low, high))):
+            rest = attn_mask, is_causal, 0.25, heads, softmax_rows, needs
             op = torch.ops.overtone.spectral_attention_backward.default
-            torch.library.opcheck(op, backward, test_utils=utils)
+            torch.library.opcheck(op, (*grads, y, low, high, *args[:5], *rest), test_utils=utils)
 
 
 def case_compile():
@@ -406,20 +405,18 @@ def _bytes(pointers, mask):
 @pytest.mark.parametrize("mask", ["none", "bias"])
 def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, channels, dtype, mask):
     """Bytes of every launch, each counted once, and FLOPs equal the formula."""
-    from overtone.triton_kernels import attention, attention_model, frequency
+    from overtone.triton_kernels import attention, attention_model
 
-    *qkv, eigenvalues, basis, residual, bias, _ = (
+    *call, residual, bias, _ = (
         a if a is None else a.detach()
         for a in random_call(1, 2, tokens, tokens + 3, width, channels, dtype=dtype, mask=mask)
     )
-    if bias is not None:
-        bias = bias.float().expand(1, 2, tokens, tokens + 3)
+    bias = bias if bias is None else bias.float().expand(1, 2, tokens, tokens + 3)
     counter = Counter(monkeypatch)
-    made = attention.attend(*qkv, eigenvalues, basis, residual, bias, False, 1.0, need_norms=True, need_wide=True)
-    norms = made.low, made.high
-    grad = frequency.norms_backward(*norms, made.y, *norms, None, added=residual)
-    saved = made.heads, made.softmax_rows
-    attention.backward(grad, *qkv, eigenvalues, basis, bias, False, 1.0, *saved, 31 if bias is None else 63)
+    rest = bias, False, 1.0
+    y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, True, True, True)
+    needs = 31 if bias is None else 63
+    attention.backward(residual, low, high, y, low, high, *call, *rest, heads, rows, needs)
     assert len(counter.launches) >= 8
     for launch, counted in zip(counter.launches, counter.counts, strict=True):
         cost = attention_model.cost(launch)

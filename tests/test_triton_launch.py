@@ -22,12 +22,13 @@ def attention():
     return attention
 
 
-def run_both_ways(attention, args, mask=None, is_causal=False, needs=63):
+def run_both_ways(attention, args, mask=None, is_causal=False, needs=63, norms=True):
     """Forward and backward; the arguments in the order of the op."""
-    query, key, value, eigenvalues, basis, residual, *_ = (a if a is None else a.detach() for a in args)
+    *call, residual, _, _ = (a if a is None else a.detach() for a in args)
     rest = mask, is_causal, 0.125
-    y, _, heads, rows = attention.forward(query, key, value, eigenvalues, basis, residual, *rest, False)
-    return attention.backward(y, query, key, value, eigenvalues, basis, *rest, heads, rows, needs)
+    y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, norms, False, True)
+    grads = (low, high) if norms else (None, None)
+    return attention.backward(y, *grads, y, low, high, *call, *rest, heads, rows, needs)
 
 
 @pytest.mark.parametrize("name", ["sm_90", "gfx942"])
@@ -65,7 +66,7 @@ def test_programs_cover_every_token_and_channel_once(attention):
     batch, heads, queries, keys, width, channels = 2, 3, 130, 70, 80, 300
     args = random_call(batch, heads, queries, keys, width, channels, torch.float16)
     with assume_architecture("sm_90"), record_launches() as launches:
-        run_both_ways(attention, args, needs=31)
+        run_both_ways(attention, args, needs=31, norms=False)
     table = attention_configs.table("sm_90", torch.float16, width, masked=False)
     grids = {launch.kernel.fn.__name__.removesuffix("_kernel"): launch.grid for launch in launches}
 

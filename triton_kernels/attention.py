@@ -7,7 +7,6 @@ empty grid is not launched, and a kernel whose loop is empty writes zeros.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -79,44 +78,22 @@ def _dot_precision(query: Tensor) -> str:
     return "tf32" if allowed and query.dtype == torch.float32 else "ieee"
 
 
-class Attended(NamedTuple):
-    """What forward makes: `wide_y`, `heads` with `softmax_rows`, and the norms are None where not wanted."""
-
-    y: Tensor
-    wide_y: Tensor | None
-    heads: Tensor | None
-    softmax_rows: Tensor | None
-    low: Tensor | None
-    high: Tensor | None
-
-
 def forward(
     query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor | None,
-    attn_mask: Tensor | None, is_causal: bool, scale: float, need_wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op spectral_attention."""
-    result = attend(
-        query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale,
-        need_wide=need_wide and query.dtype != torch.float32,
-    )  # fmt: skip
-    wide_y = query.new_empty(0, dtype=torch.float32) if result.wide_y is None else result.wide_y
-    return result.y, wide_y, result.heads, result.softmax_rows
+    attn_mask: Tensor | None, is_causal: bool, scale: float, need_norms: bool, need_wide: bool, need_backward: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The op spectral_attention: y, low, high, wide_y, heads, softmax_rows; what is not wanted comes back empty.
 
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor | None,
-    attn_mask: Tensor | None, is_causal: bool, scale: float, *,
-    need_wide: bool = False, need_heads: bool = True, need_norms: bool = False,
-) -> Attended:  # fmt: skip
-    """y and, where wanted, y before rounding, what backward needs, and y's norms, taken before it is rounded."""
+    The norms are made of statistics that are taken where y is made, before it is rounded: y is not read again.
+    """
     call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale, residual)
     fused = call.table.fused(call.channels, call.keys)
     y = query.new_empty(call.batch, call.queries, call.channels)
-    wide_y = call.empty(*y.shape) if need_wide else None
-    need_heads = need_heads or fused is None
-    heads = query.new_empty(call.batch, call.queries, call.features) if need_heads else None
-    rows = call.empty(call.batch, call.heads, call.queries, 2) if need_heads else None
-    last = call.table.blocks["projection"] if fused is None else fused
+    wide_y = call.empty(*y.shape) if need_wide and y.dtype != torch.float32 else None
+    keeps_heads = need_backward or fused is None
+    heads = query.new_empty(call.batch, call.queries, call.features) if keeps_heads else None
+    rows = call.empty(call.batch, call.heads, call.queries, 2) if keeps_heads else None
+    last = fused or call.table.blocks["projection"]
     blocks = call.batch * triton.cdiv(call.queries, last.tile["BM"])  # of tokens, in the launch that makes y
     statistics = call.empty(blocks, 4, call.channels) if need_norms else None
     end = *_strided(residual, 3), y, wide_y, statistics
@@ -138,15 +115,28 @@ def attend(
             heads, *call.weights, *end, call.queries, call.features, call.channels,
             **call.offsets, **last.meta,
         )  # fmt: skip
-    low, high = (None, None) if statistics is None else frequency.norms_of_statistics(statistics, call.batch)
-    return Attended(y, wide_y, heads, rows, low, high)
+    if statistics is None:
+        low, high = call.empty(0), call.empty(0)
+    else:
+        low, high = frequency.norms_of_statistics(statistics, call.batch)
+    wide_y = call.empty(0) if wide_y is None else wide_y
+    if not need_backward:
+        heads, rows = query.new_empty(0), call.empty(0)
+    return y, low, high, wide_y, heads, rows
 
 
 def backward(
-    grad_y: Tensor, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor,
-    attn_mask: Tensor | None, is_causal: bool, scale: float, heads: Tensor, softmax_rows: Tensor, needs: int,
+    grad_y: Tensor | None, grad_low: Tensor | None, grad_high: Tensor | None, y: Tensor, low: Tensor, high: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
+    is_causal: bool, scale: float, heads: Tensor, softmax_rows: Tensor, needs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The op spectral_attention_backward: grad_y is contiguous, in any dtype; what is not needed comes back empty."""
+    """The op spectral_attention_backward: the gradients and total_grad; what is not wanted comes back empty.
+
+    grad_y is contiguous, in any dtype. The norms' gradient is added to it in one reading of y.
+    """
+    total = y.new_empty(0)
+    if grad_low is not None:
+        grad_y = total = frequency.norms_backward(grad_low, grad_high, y, low, high, None, added=grad_y)
     call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale)
     logits = *query.shape[:3], call.keys
     shapes = (query.shape, key.shape, value.shape, eigenvalues.shape, basis.shape, logits)
@@ -181,7 +171,7 @@ def backward(
             *call.inputs, grad_heads, softmax_rows, delta, grad_q, grad_logits, scale, scale * LOG2E, *call.sizes,
             **call.logits, **blocks.meta,
         )  # fmt: skip
-    return results
+    return *results, total
 
 
 def _heads_gradient(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overtone.triton_kernels import attention, frequency
+from overtone.triton_kernels import attention
 from overtone.triton_kernels.launch import Launch, assume_architecture, record_launches
 
 
@@ -154,12 +154,12 @@ def ours(shape: Shape, dtype: torch.dtype, architecture: str, training: bool) ->
     qkv = torch.empty(b, n, 3, h, c // h, dtype=dtype, device="meta").permute(2, 0, 3, 1, 4).unbind(0)
     residual = torch.empty(b, n, c, dtype=dtype, device="meta")
     weights = torch.empty(c, device="meta"), torch.empty(c, c, dtype=dtype, device="meta")
+    call = *qkv, *weights
+    rest = None, False, 1.0
     with assume_architecture(architecture), record_launches() as launches:
-        made = attention.attend(*qkv, *weights, residual, None, False, 1.0, need_heads=training, need_norms=True)
+        y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, True, False, training)
         if training:
-            norms = made.low, made.high
-            grad = frequency.norms_backward(*norms, made.y, *norms, None, added=residual)
-            attention.backward(grad, *qkv, *weights, None, False, 1.0, made.heads, made.softmax_rows, 31)
+            attention.backward(residual, low, high, y, low, high, *call, *rest, heads, rows, 31)
     return [cost(launch) for launch in launches]
 
 

@@ -142,12 +142,11 @@ def _call_attention_ops(dtype: torch.dtype, tokens: int, width: int, channels: i
     qkv = empty(64, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
     residual, basis = empty(64, tokens, channels), empty(heads * width, channels)
     bias = torch.empty(64, heads, tokens, tokens, device="meta") if has_bias else None
-    weights = torch.empty(heads * width, device="meta"), basis
+    call = *qkv, torch.empty(heads * width, device="meta"), basis
     rest = bias, has_bias, width**-0.5  # where there is a bias, it is causal too
-    made = attention.attend(*qkv, *weights, residual, *rest, need_norms=True)
-    frequency.norms_backward(made.low, made.high, made.y, made.low, made.high, None, added=made.y)
+    y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, True)
     needs = 63 if has_bias else 31
-    attention.backward(made.y, *qkv, *weights, *rest, made.heads, made.softmax_rows, needs)
+    attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
 
 
 def build(kernel: Kernel, architecture: Architecture) -> CompiledKernel:

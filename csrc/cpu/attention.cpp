@@ -6,6 +6,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "cpu/frequency_norms.h"
 #include "cpu/isa.h"
 #include "cpu/tensor.h"
 
@@ -24,10 +25,12 @@ const AttentionKernels& kernels(const char* op) {
   return chosen;
 }
 
-template <class Call>
-void for_items(const Call& call, void (*kernel)(const Call&, int64_t, int64_t)) {
-  if (call.items() > 0) {
-    torch::stable::parallel_for(0, call.items(), 1, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+// Every thread takes items until there are none left, whatever range it was given.
+template <class Work>
+void for_items(int64_t items, const Work& work) {
+  WorkQueue queue{0, items};
+  if (items > 0) {
+    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
   }
 }
 
@@ -90,43 +93,73 @@ Tensor packed_weight(const AttentionKernels& run, WeightPacking packing, const T
   const std::vector<int64_t> size{run.packed_size(packing)};
   Tensor packed = torch::stable::new_empty(like, size, statistics);
   packing.packed = packed.data_ptr();
-  run.pack_weight(packing);
+  for_items(run.panels(packing), [&](WorkQueue& queue) { run.pack_weight(packing, queue); });
   return packed;
 }
 
-// All tokens of the batch as those of one image: blocks of tokens then have no remainder but the last.
-AttentionShape flattened(AttentionShape shape) {
-  shape.queries *= shape.batch;
-  shape.batch = 1;
-  return shape;
+// Queries of one item: whole images where there are enough of them, else as few as give every thread two items.
+int64_t query_block(const AttentionShape& shape) {
+  constexpr int64_t kMost = 384;
+  constexpr int64_t kLeast = 48;
+  const int64_t items = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t blocks = std::max((shape.queries + kMost - 1) / kMost, items / std::max<int64_t>(1, shape.batch));
+  const int64_t even = (shape.queries + blocks - 1) / std::max<int64_t>(1, blocks);
+  return std::max(kLeast, (even + 7) / 8 * 8);
 }
 
-// heads [B, N, H·D] and softmax_rows [B, H, N, 2] are what backward needs; wide_y, y before rounding, is empty where y
-// has the statistics' type or it is not wanted (the norms are taken of it).
-std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tensor key, Tensor value,
-                                                              Tensor eigenvalues, Tensor basis,
-                                                              std::optional<Tensor> residual,
-                                                              std::optional<Tensor> attn_mask, bool is_causal,
-                                                              double scale, bool need_wide) {
+// The norms of y, taken image by image.
+struct Norms {
+  std::vector<int64_t> offsets;
+  std::vector<double> low_squared;
+  std::vector<double> high_squared;
+  std::vector<int64_t> blocks_left;
+  NormsForward call;
+
+  Norms(const AttentionShape& shape, ElementType type, const Tensor& y, int64_t blocks) {
+    call.shape = {shape.batch, shape.queries, shape.channels};
+    call.type = type;
+    for (int64_t image = 0; image < shape.batch; ++image) {
+      offsets.push_back(image * shape.queries * shape.channels);
+    }
+    call.x = {y.data_ptr(), shape.channels, 1, offsets.data()};
+    low_squared.resize(shape.batch * call.shape.blocks());
+    high_squared.resize(low_squared.size());
+    call.low_squared = low_squared.data();
+    call.high_squared = high_squared.data();
+    blocks_left.assign(shape.batch, blocks);
+  }
+
+  void store(Tensor& low, Tensor& high) const {
+    store_norms(low_squared, call.shape, low);
+    store_norms(high_squared, call.shape, high);
+  }
+};
+
+// heads [B, N, H·D] and softmax_rows [B, H, N, 2] are what backward needs; wide_y is y before rounding. What is not
+// wanted, or would be the same as y, is empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
+    Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, std::optional<Tensor> residual,
+    std::optional<Tensor> attn_mask, bool is_causal, double scale, bool need_norms, bool need_wide,
+    bool need_backward) {
   constexpr const char* op = "spectral_attention";
   const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
-  const auto& run = kernels(op);
-  Tensor heads = torch::stable::new_empty(query, std::vector<int64_t>{shape.batch, shape.queries, shape.features()},
-                                          in.statistics);
-  Tensor softmax_rows =
-      torch::stable::new_empty(query, std::vector<int64_t>{shape.batch, shape.heads, shape.queries, 2}, in.statistics);
   const std::vector<int64_t> y_shape{shape.batch, shape.queries, shape.channels};
+  if (residual.has_value()) {
+    check_like(*residual, "residual", y_shape, in.scalar_type, op);
+  }
+  const auto& run = kernels(op);
+  const auto allocate = [&](bool wanted, const std::vector<int64_t>& size) {
+    return torch::stable::new_empty(query, wanted ? size : std::vector<int64_t>{0}, in.statistics);
+  };
   Tensor y = torch::stable::new_empty(query, y_shape);
-  const bool writes_wide = need_wide && in.scalar_type != in.statistics;
-  Tensor wide_y = torch::stable::new_empty(query, writes_wide ? y_shape : std::vector<int64_t>{0}, in.statistics);
+  Tensor wide_y = allocate(need_wide && in.scalar_type != in.statistics, y_shape);
+  Tensor low = allocate(need_norms, {shape.batch});
+  Tensor high = allocate(need_norms, {shape.batch});
+  Tensor heads = allocate(need_backward, {shape.batch, shape.queries, shape.features()});
+  Tensor softmax_rows = allocate(need_backward, {shape.batch, shape.heads, shape.queries, 2});
 
-  AttentionForward attention{in};
-  attention.heads = heads.data_ptr();
-  attention.softmax_rows = softmax_rows.data_ptr();
-  for_items(attention, run.attention_forward);
-
-  WeightPacking packing;
+  WeightPacking packing;  // diag(λ) U
   packing.rows = shape.features();
   packing.columns = shape.channels;
   packing.data = basis.data_ptr();
@@ -136,62 +169,91 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> spectral_attention(Tensor query, Tens
   packing.row_scale = eigenvalues.data_ptr();
   const Tensor weight = packed_weight(run, packing, query, in.statistics);
 
-  ProjectionForward projection;
-  projection.shape = flattened(shape);
-  projection.type = in.type;
-  projection.heads = heads.data_ptr();
-  projection.weight = weight.data_ptr();
+  AttentionForward attention{in};
+  attention.query_block = query_block(shape);
+  attention.weight = weight.data_ptr();
   if (residual.has_value()) {
-    check_like(*residual, "residual", y_shape, in.scalar_type, op);
-    projection.residual = residual->data_ptr();
+    attention.residual = residual->data_ptr();
     for (int64_t dim = 0; dim < 3; ++dim) {
-      projection.residual_strides[dim] = residual->stride(dim);
-    }
-    if (residual->stride(0) != shape.queries * residual->stride(1)) {
-      projection.shape = shape;
+      attention.residual_strides[dim] = residual->stride(dim);
     }
   }
-  projection.y = y.data_ptr();
-  projection.wide_y = writes_wide ? wide_y.data_ptr() : nullptr;
-  for_items(projection, run.projection_forward);
-  return {y, wide_y, heads, softmax_rows};
-}
-
-// Adds up [items][size] in order.
-void sum_items(const std::vector<double>& parts, int64_t items, int64_t size, Tensor& out) {
-  for (int64_t i = 0; i < size; ++i) {
-    double total = 0;
-    for (int64_t item = 0; item < items; ++item) {
-      total += parts[item * size + i];
-    }
-    if (out.scalar_type() == ScalarType::Double) {
-      static_cast<double*>(out.data_ptr())[i] = total;
-    } else {
-      static_cast<float*>(out.data_ptr())[i] = static_cast<float>(total);
-    }
+  attention.y = y.data_ptr();
+  // The norms are those of y before it is rounded.
+  Tensor rounded_from = wide_y;
+  if (need_norms && !need_wide && in.scalar_type != in.statistics) {
+    rounded_from = allocate(true, y_shape);
   }
+  const bool is_rounded = rounded_from.numel() > 0;
+  attention.wide_y = is_rounded ? rounded_from.data_ptr() : nullptr;
+  attention.heads = need_backward ? heads.data_ptr() : nullptr;
+  attention.softmax_rows = need_backward ? softmax_rows.data_ptr() : nullptr;
+  Norms norms(shape, is_rounded ? ElementType::float32 : in.type, is_rounded ? rounded_from : y, attention.blocks());
+  if (need_norms) {
+    attention.norms = &norms.call;
+    attention.norms_kernel = frequency_kernels().norms_forward;
+    attention.blocks_left = norms.blocks_left.data();
+  }
+  for_items(attention.items(), [&](WorkQueue& queue) { run.attention_forward(attention, queue); });
+  if (need_norms) {
+    norms.store(low, high);
+  }
+  return {y, low, high, wide_y, heads, softmax_rows};
 }
 
 // Bits of `needs`: which gradients are wanted. What is not comes back empty.
 enum Need : int64_t { kQuery = 1, kKey = 2, kValue = 4, kEigenvalues = 8, kBasis = 16, kMask = 32 };
 
-// grad_y is contiguous and has the statistics' type. The mask's gradient is that of the logits, not yet summed over
-// what was broadcast.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_backward(
-    Tensor grad_y, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
+// ∂L/∂y of all outputs together: grad_y, and through the norms of y where they have a gradient.
+Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_low, const Tensor& grad_high,
+                      const Tensor& y, const Tensor& low, const Tensor& high, const char* op) {
+  NormsBackward call;
+  call.shape = {y.size(0), y.size(1), y.size(2)};
+  call.type = element_type(y, op, "y");
+  const std::vector<int64_t> offsets = leading_offsets(y, 1);
+  call.x = {y.data_ptr(), y.stride(1), y.stride(2), offsets.data()};
+  const std::vector<double> low_scale = norm_scales(grad_low, low, call.shape.samples, op);
+  const std::vector<double> high_scale = norm_scales(grad_high, high, call.shape.samples, op);
+  call.low_scale = low_scale.data();
+  call.high_scale = high_scale.data();
+  call.plus = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
+  Tensor total = torch::stable::new_empty(y, sizes_of(y));
+  call.grad_x = total.data_ptr();
+  const auto kernel = frequency_kernels().norms_backward;
+  for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+  return total;
+}
+
+// grad_y is contiguous and has the statistics' type. With grad_low and grad_high (both or neither) the norms' gradient
+// is added to it, and the sum is returned as total_grad, which is otherwise empty. y, before it was rounded, is read
+// only for that. The mask's gradient is that of the logits, not yet summed over what was broadcast.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_backward(
+    std::optional<Tensor> grad_y, std::optional<Tensor> grad_low, std::optional<Tensor> grad_high, Tensor y, Tensor low,
+    Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
     std::optional<Tensor> attn_mask, bool is_causal, double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
   constexpr const char* op = "spectral_attention_backward";
   const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
-  check_like(grad_y, "grad_y", {shape.batch, shape.queries, shape.channels}, in.statistics, op);
+  const std::vector<int64_t> y_shape{shape.batch, shape.queries, shape.channels};
+  const bool has_norms = grad_low.has_value() && grad_high.has_value();
+  STD_TORCH_CHECK(has_norms || grad_y.has_value(), op, ": neither grad_y nor grad_low and grad_high were given");
+  if (grad_y.has_value()) {
+    check_like(*grad_y, "grad_y", y_shape, in.statistics, op);
+    STD_TORCH_CHECK(grad_y->is_contiguous(), op, ": grad_y must be contiguous");
+  }
   check_like(heads, "heads", {shape.batch, shape.queries, shape.features()}, in.statistics, op);
   check_like(softmax_rows, "softmax_rows", {shape.batch, shape.heads, shape.queries, 2}, in.statistics, op);
-  STD_TORCH_CHECK(grad_y.is_contiguous() && heads.is_contiguous() && softmax_rows.is_contiguous(), op,
-                  ": grad_y, heads and softmax_rows must be contiguous");
+  STD_TORCH_CHECK(heads.is_contiguous() && softmax_rows.is_contiguous(), op,
+                  ": heads and softmax_rows must be contiguous");
+  Tensor total_grad = torch::stable::new_empty(query, std::vector<int64_t>{0}, in.statistics);
+  if (has_norms) {
+    check_like(y, "y", y_shape, in.statistics, op);
+    total_grad = total_gradient(grad_y, *grad_low, *grad_high, y, low, high, op);
+  }
+  const void* grad = has_norms ? total_grad.data_ptr() : grad_y->data_ptr();
   const auto& run = kernels(op);
-  const std::vector<int64_t> nothing{0};
   const auto allocate = [&](int64_t need, const std::vector<int64_t>& size, ScalarType type) {
-    return torch::stable::new_empty(query, (needs & need) != 0 ? size : nothing, type);
+    return torch::stable::new_empty(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
   };
   Tensor grad_query = allocate(kQuery, sizes_of(query), in.scalar_type);
   Tensor grad_key = allocate(kKey, sizes_of(key), in.scalar_type);
@@ -199,65 +261,57 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_ba
   Tensor grad_eigenvalues = allocate(kEigenvalues, {shape.features()}, in.statistics);
   Tensor grad_basis = allocate(kBasis, {shape.features(), shape.channels}, in.statistics);
   Tensor grad_logits = allocate(kMask, {shape.batch, shape.heads, shape.queries, shape.keys}, in.statistics);
-  const bool is_float64 = in.type == ElementType::float64;
+  const auto wanted = [&](int64_t need, const Tensor& tensor) {
+    return (needs & need) != 0 ? tensor.data_ptr() : nullptr;
+  };
 
-  if ((needs & kBasis) != 0) {
+  if ((needs & (kBasis | kEigenvalues)) != 0) {
     BasisBackward backward;
     backward.shape = shape;
-    backward.is_float64 = is_float64;
-    backward.grad_y = grad_y.data_ptr();
+    backward.type = in.type;
+    backward.grad_y = grad;
     backward.heads = heads.data_ptr();
     backward.eigenvalues = eigenvalues.data_ptr();
-    backward.grad_basis = grad_basis.data_ptr();
-    for_items(backward, run.basis_backward);
+    backward.basis = basis.data_ptr();
+    backward.basis_strides[0] = basis.stride(0);
+    backward.basis_strides[1] = basis.stride(1);
+    backward.grad_basis = wanted(kBasis, grad_basis);
+    backward.grad_eigenvalues = wanted(kEigenvalues, grad_eigenvalues);
+    for_items(backward.items(), [&](WorkQueue& queue) { run.basis_backward(backward, queue); });
   }
-  const bool needs_attention = (needs & (kQuery | kKey | kValue | kMask)) != 0;
-  if (!needs_attention && (needs & kEigenvalues) == 0) {
-    return {grad_query, grad_key, grad_value, grad_eigenvalues, grad_basis, grad_logits};
-  }
+  if ((needs & (kQuery | kKey | kValue | kMask)) != 0) {
+    WeightPacking packing;  // Uᵀ diag(λ)
+    packing.rows = shape.channels;
+    packing.columns = shape.features();
+    packing.data = basis.data_ptr();
+    packing.type = in.type;
+    packing.row_stride = basis.stride(1);
+    packing.column_stride = basis.stride(0);
+    packing.column_scale = eigenvalues.data_ptr();
+    const Tensor weight = packed_weight(run, packing, query, in.statistics);
+    Tensor grad_heads = torch::stable::new_empty(query, sizes_of(heads), in.statistics);
+    HeadsBackward projection;
+    projection.shape = shape;
+    projection.is_float64 = in.type == ElementType::float64;
+    projection.grad_y = grad;
+    projection.weight = weight.data_ptr();
+    projection.grad_heads = grad_heads.data_ptr();
+    for_items(projection.items(), [&](WorkQueue& queue) { run.heads_backward(projection, queue); });
 
-  WeightPacking packing;  // Uᵀ
-  packing.rows = shape.channels;
-  packing.columns = shape.features();
-  packing.data = basis.data_ptr();
-  packing.type = in.type;
-  packing.row_stride = basis.stride(1);
-  packing.column_stride = basis.stride(0);
-  const Tensor weight = packed_weight(run, packing, query, in.statistics);
-  Tensor grad_heads = torch::stable::new_empty(query, sizes_of(heads), in.statistics);
-  ProjectionBackward projection;
-  projection.shape = flattened(shape);
-  projection.is_float64 = is_float64;
-  projection.grad_y = grad_y.data_ptr();
-  projection.weight = weight.data_ptr();
-  projection.heads = heads.data_ptr();
-  projection.eigenvalues = eigenvalues.data_ptr();
-  projection.grad_heads = grad_heads.data_ptr();
-  std::vector<double> parts;
-  if ((needs & kEigenvalues) != 0) {
-    parts.resize(std::max<int64_t>(1, projection.items() * shape.features()));
-    projection.grad_eigenvalues = parts.data();
-  }
-  for_items(projection, run.projection_backward);
-  if ((needs & kEigenvalues) != 0) {
-    sum_items(parts, projection.items(), shape.features(), grad_eigenvalues);
-  }
-
-  if (needs_attention) {
     AttentionBackward attention{in};
     attention.heads = heads.data_ptr();
     attention.softmax_rows = softmax_rows.data_ptr();
     attention.grad_heads = grad_heads.data_ptr();
-    const auto wanted = [&](int64_t need, const Tensor& tensor) {
+    const auto gradient = [&](int64_t need, const Tensor& tensor) {
       return (needs & need) != 0 ? Inputs::head_tensor(tensor) : HeadTensor{};
     };
-    attention.grad_query = wanted(kQuery, grad_query);
-    attention.grad_key = wanted(kKey, grad_key);
-    attention.grad_value = wanted(kValue, grad_value);
-    attention.grad_logits = (needs & kMask) != 0 ? grad_logits.data_ptr() : nullptr;
-    for_items(attention, run.attention_backward);
+    attention.grad_query = gradient(kQuery, grad_query);
+    attention.grad_key = gradient(kKey, grad_key);
+    attention.grad_value = gradient(kValue, grad_value);
+    attention.grad_logits = wanted(kMask, grad_logits);
+    for_items(attention.items(), [&](WorkQueue& queue) { run.attention_backward(attention, queue); });
   }
-  return {grad_query, grad_key, grad_value, grad_eigenvalues, grad_basis, grad_logits};
+  return {grad_query, grad_key, grad_value, grad_eigenvalues, grad_basis, grad_logits, total_grad};
 }
 
 }  // namespace

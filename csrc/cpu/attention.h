@@ -1,13 +1,15 @@
 // What the attention kernels of every ISA level compute, and how the ops in attention.cpp call them.
 //
-// Forward has two phases, each a set of independent work items: attention rows (an image, a head, a block of queries)
-// write the heads' output once, and projection rows (an image, a block of tokens) multiply it with diag(λ) U and add
-// the residual. Backward mirrors it. No item shares a sum with another, so threads never change the result.
+// Forward's work items are blocks of queries of one image: all heads, then the projection with diag(λ) U and the
+// residual while the heads are still in cache; the item that finishes an image takes its norms. Backward's phases are
+// sets of items of their own. No item shares a sum with another, so threads never change the result.
 #pragma once
 
 #include <cstdint>
 
 #include "cpu/element_type.h"
+#include "cpu/frequency.h"
+#include "cpu/work_queue.h"
 
 namespace overtone {
 
@@ -41,12 +43,13 @@ struct AttentionMask {
   int64_t query_stride = 0;
   int64_t key_stride = 0;
   bool causal = false;
+
+  bool is_used() const { return bias != nullptr || flags != nullptr || causal; }
 };
 
-// Queries of one work item.
-constexpr int64_t kQueryBlock = 384;
-// Tokens of one projection item.
-constexpr int64_t kTokenBlock = 48;
+// Tokens of one item of heads_backward, features of one item of basis_backward.
+constexpr int64_t kTokenBlock = 192;
+constexpr int64_t kFeatureBlock = 48;
 
 struct AttentionInputs {
   AttentionShape shape;
@@ -56,56 +59,50 @@ struct AttentionInputs {
   double scale = 1;
 };
 
-// heads = softmax(scale · Q Kᵀ + bias) V, and what backward needs to make the same softmax again. (Not one logarithm of
-// the sum: rounded at the size of the logits, it would cost digits where they are large.)
+// y = residual + heads · weight, where heads = softmax(scale · Q Kᵀ + bias) V; and what backward needs to make the same
+// softmax again. (Not one logarithm of the sum: rounded at the size of the logits, it would cost digits where they are
+// large.)
 struct AttentionForward : AttentionInputs {
-  void* heads = nullptr;         // [batch, queries, features], of the statistics' type
-  void* softmax_rows = nullptr;  // [batch, heads, queries, 2]: maximum (base 2) and 1 / sum
-
-  int64_t blocks() const { return (shape.queries + kQueryBlock - 1) / kQueryBlock; }
-  int64_t items() const { return shape.batch * shape.heads * blocks(); }
-};
-
-// y = residual + heads · weight, weight packed by pack_weight.
-struct ProjectionForward {
-  AttentionShape shape;
-  ElementType type;  // of residual and y
-  const void* heads = nullptr;
-  const void* weight = nullptr;
+  int64_t query_block = 0;         // queries of one item
+  const void* weight = nullptr;    // diag(λ) U, packed by pack_weight
   const void* residual = nullptr;  // [batch, queries, channels] with strides, or null
   int64_t residual_strides[3] = {0, 0, 0};
-  void* y = nullptr;       // contiguous, of `type`
-  void* wide_y = nullptr;  // the same before rounding, of the statistics' type; or null
+  void* y = nullptr;                    // contiguous, of `type`
+  void* wide_y = nullptr;               // the same before rounding, of the statistics' type; or null
+  void* heads = nullptr;                // [batch, queries, features], of the statistics' type; or null
+  void* softmax_rows = nullptr;         // [batch, heads, queries, 2]: maximum (base 2) and 1 / sum; or null
+  const NormsForward* norms = nullptr;  // of y, or null
+  void (*norms_kernel)(const NormsForward&, int64_t begin, int64_t end) = nullptr;
+  int64_t* blocks_left = nullptr;  // [batch]: the item that takes the last one takes the image's norms
 
-  int64_t blocks() const { return (shape.queries + kTokenBlock - 1) / kTokenBlock; }
+  int64_t blocks() const { return (shape.queries + query_block - 1) / query_block; }
   int64_t items() const { return shape.batch * blocks(); }
 };
 
-// grad_heads = (G Uᵀ) diag(λ), and each item's share of ∂λ.
-struct ProjectionBackward {
+// grad_heads = G Uᵀ diag(λ).
+struct HeadsBackward {
   AttentionShape shape;
   bool is_float64 = false;
   const void* grad_y = nullptr;  // [batch, queries, channels] contiguous, of the statistics' type
-  const void* weight = nullptr;  // Uᵀ, packed by pack_weight
-  const void* heads = nullptr;
-  const void* eigenvalues = nullptr;   // [features], of the statistics' type
-  void* grad_heads = nullptr;          // [batch, queries, features]
-  double* grad_eigenvalues = nullptr;  // [items][features], or null
+  const void* weight = nullptr;  // Uᵀ diag(λ), packed by pack_weight
+  void* grad_heads = nullptr;    // [batch, queries, features]
 
-  int64_t blocks() const { return (shape.queries + kTokenBlock - 1) / kTokenBlock; }
-  int64_t items() const { return shape.batch * blocks(); }
+  int64_t items() const { return (shape.batch * shape.queries + kTokenBlock - 1) / kTokenBlock; }
 };
 
-// ∂U = diag(λ) headsᵀ G, in blocks of features.
+// With M = headsᵀ G: ∂U = diag(λ) M, ∂λ = Σ over columns of U ⊙ M; what is not wanted is null.
 struct BasisBackward {
   AttentionShape shape;
-  bool is_float64 = false;
+  ElementType type;  // of the basis
   const void* grad_y = nullptr;
   const void* heads = nullptr;
-  const void* eigenvalues = nullptr;
-  void* grad_basis = nullptr;  // [features, channels] contiguous, of the statistics' type
+  const void* eigenvalues = nullptr;  // [features], of the statistics' type
+  const void* basis = nullptr;        // [features, channels] with strides
+  int64_t basis_strides[2] = {0, 0};
+  void* grad_basis = nullptr;        // [features, channels] contiguous, of the statistics' type
+  void* grad_eigenvalues = nullptr;  // [features], of the statistics' type
 
-  int64_t items() const { return (shape.features() + kTokenBlock - 1) / kTokenBlock; }
+  int64_t items() const { return (shape.features() + kFeatureBlock - 1) / kFeatureBlock; }
 };
 
 // ∂query, ∂key, ∂value of one image and head from ∂heads; what is not wanted is null.
@@ -127,19 +124,20 @@ struct WeightPacking {
   ElementType type;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
-  const void* row_scale = nullptr;  // [rows] of the statistics' type, or null
+  const void* row_scale = nullptr;     // [rows] of the statistics' type, or null
+  const void* column_scale = nullptr;  // [columns]
   void* packed = nullptr;
 };
 
 struct AttentionKernels {
   const char* level;
   int64_t (*packed_size)(const WeightPacking&);
-  void (*pack_weight)(const WeightPacking&);
-  void (*attention_forward)(const AttentionForward&, int64_t begin, int64_t end);
-  void (*projection_forward)(const ProjectionForward&, int64_t begin, int64_t end);
-  void (*projection_backward)(const ProjectionBackward&, int64_t begin, int64_t end);
-  void (*basis_backward)(const BasisBackward&, int64_t begin, int64_t end);
-  void (*attention_backward)(const AttentionBackward&, int64_t begin, int64_t end);
+  int64_t (*panels)(const WeightPacking&);  // items of pack_weight
+  void (*pack_weight)(const WeightPacking&, WorkQueue&);
+  void (*attention_forward)(const AttentionForward&, WorkQueue&);
+  void (*heads_backward)(const HeadsBackward&, WorkQueue&);
+  void (*basis_backward)(const BasisBackward&, WorkQueue&);
+  void (*attention_backward)(const AttentionBackward&, WorkQueue&);
 };
 
 namespace baseline {

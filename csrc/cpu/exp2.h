@@ -13,9 +13,9 @@ struct FloatBits<float> {
   static constexpr int kMantissa = 23;
   static constexpr float kRounding = 12582912.0F;  // 1.5 · 2^23: adding and subtracting it rounds to an integer
   static constexpr float kLowest = -126.0F;        // below, 2^x is subnormal: taken as zero
-  // Taylor coefficients of 2^f on [−1/2, 1/2]: (ln 2)^k / k!
-  static constexpr float kSeries[] = {1.0F,           0.693147182F,   0.240226507F,    0.0555041087F,
-                                      0.00961812911F, 0.00133335581F, 0.000154035304F, 1.52527338e-05F};
+  // The polynomial with the smallest relative error (1.9e-9) on [−1/2, 1/2].
+  static constexpr float kSeries[] = {
+      1.0F, 0.6931472057F, 0.2402264689F, 0.05550328777F, 0.009618488957F, 0.001339993121F, 0.0001534581216F};
 };
 template <>
 struct FloatBits<double> {
@@ -23,6 +23,7 @@ struct FloatBits<double> {
   static constexpr int kMantissa = 52;
   static constexpr double kRounding = 6755399441055744.0;  // 1.5 · 2^52
   static constexpr double kLowest = -1022.0;
+  // Taylor's: (ln 2)^k / k!
   static constexpr double kSeries[] = {1.0,
                                        0.69314718055994530942,
                                        0.24022650695910071233,
@@ -64,12 +65,26 @@ OVERTONE_INLINE Vector<A> scale_by_power_of_two(Vector<A> power, Vector<A> n, Ve
 #endif
 }
 
+// x minus the integer nearest to it; 0 for −inf on AVX-512, where scalef does the rest.
+template <class A>
+OVERTONE_INLINE Vector<A> distance_to_integer(Vector<A> x) {
+#if OVERTONE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<A, float>) {
+    return _mm512_maskz_reduce_ps(0xffff, x, 0x08);
+  } else {
+    return _mm512_maskz_reduce_pd(0xff, x, 0x08);
+  }
+#else
+  return x - ((x + FloatBits<A>::kRounding) - FloatBits<A>::kRounding);
+#endif
+}
+
 template <class A>
 OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   using Bits = FloatBits<A>;
   constexpr int kTerms = sizeof(Bits::kSeries) / sizeof(A);
-  const Vector<A> n = (x + Bits::kRounding) - Bits::kRounding;
-  const Vector<A> fraction = x - n;
+  const Vector<A> fraction = distance_to_integer<A>(x);
+  const Vector<A> n = x - fraction;
   Vector<A> power = broadcast<A>(Bits::kSeries[kTerms - 1]);
   OVERTONE_UNROLL
   for (int k = kTerms - 2; k >= 0; --k) {

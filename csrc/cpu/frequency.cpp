@@ -6,20 +6,26 @@
 #include <cmath>
 #include <tuple>
 
+#include "cpu/frequency_norms.h"
 #include "cpu/isa.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
-namespace {
 
-const FrequencyKernels& kernels(const char* op) {
+const FrequencyKernels& frequency_kernels() {
 #if defined(__x86_64__)
   static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, &avx2::frequency_kernels,
                                                            &avx512::frequency_kernels};
 #else
   static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, nullptr, nullptr};
 #endif
-  const FrequencyKernels& chosen = for_current_isa(table);
+  return for_current_isa(table);
+}
+
+namespace {
+
+const FrequencyKernels& kernels(const char* op) {
+  const FrequencyKernels& chosen = frequency_kernels();
   note_kernel(op, chosen.level);
   return chosen;
 }
@@ -74,17 +80,6 @@ ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType
   return {gain.data_ptr(), gain.stride(0)};
 }
 
-// A few thousand elements per task hide the cost of waking a thread.
-template <class Body>
-void for_items(const FrequencyShape& shape, const Body& body) {
-  constexpr int64_t kElementsPerTask = 32768;
-  const int64_t grain = std::max<int64_t>(
-      1, kElementsPerTask / std::max<int64_t>(1, shape.tokens * shape.blocks_per_item() * kChannelBlock));
-  if (shape.items() > 0) {
-    torch::stable::parallel_for(0, shape.items(), grain, body);
-  }
-}
-
 template <class Store>
 void store_statistics(Tensor& out, int64_t count, const Store& value) {
   if (out.scalar_type() == ScalarType::Double) {
@@ -112,6 +107,26 @@ std::vector<double> load_statistics(const Tensor& statistics, int64_t count, con
   return values;
 }
 
+}  // namespace
+
+void store_norms(const std::vector<double>& squared, const FrequencyShape& shape, Tensor& norms) {
+  store_statistics(norms, shape.samples, [&](int64_t sample) {
+    const double* first = squared.data() + sample * shape.blocks();
+    return std::sqrt(std::accumulate(first, first + shape.blocks(), 0.0));
+  });
+}
+
+std::vector<double> norm_scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op) {
+  std::vector<double> scale = load_statistics(grad, samples, op);
+  const std::vector<double> norms = load_statistics(norm, samples, op);
+  for (int64_t i = 0; i < samples; ++i) {
+    scale[i] = norms[i] == 0 ? 0 : scale[i] / norms[i];
+  }
+  return scale;
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask) {
   constexpr const char* op = "frequency_norms";
   const TokensView tokens(x);
@@ -126,31 +141,15 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   call.low_squared = low_squared.data();
   call.high_squared = high_squared.data();
   const auto& run = kernels(op);
-  for_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_forward(call, begin, end); });
+  for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_forward(call, begin, end); });
 
   std::vector<int64_t> leading = sizes_of(x);
   leading.resize(leading.size() - 2);
   Tensor low = torch::stable::new_empty(x, leading, statistics_type(call.type));
   Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
-  const auto norm_of = [blocks = call.shape.blocks()](const std::vector<double>& squared) {
-    return [&squared, blocks](int64_t sample) {
-      const double* first = squared.data() + sample * blocks;
-      return std::sqrt(std::accumulate(first, first + blocks, 0.0));
-    };
-  };
-  store_statistics(low, call.shape.samples, norm_of(low_squared));
-  store_statistics(high, call.shape.samples, norm_of(high_squared));
+  store_norms(low_squared, call.shape, low);
+  store_norms(high_squared, call.shape, high);
   return {low, high};
-}
-
-// grad / norm, and zero where the norm is zero.
-std::vector<double> scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op) {
-  std::vector<double> scale = load_statistics(grad, samples, op);
-  const std::vector<double> norms = load_statistics(norm, samples, op);
-  for (int64_t i = 0; i < samples; ++i) {
-    scale[i] = norms[i] == 0 ? 0 : scale[i] / norms[i];
-  }
-  return scale;
 }
 
 Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,
@@ -163,14 +162,14 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  const std::vector<double> low_scale = scales(grad_low, low, call.shape.samples, op);
-  const std::vector<double> high_scale = scales(grad_high, high, call.shape.samples, op);
+  const std::vector<double> low_scale = norm_scales(grad_low, low, call.shape.samples, op);
+  const std::vector<double> high_scale = norm_scales(grad_high, high, call.shape.samples, op);
   call.low_scale = low_scale.data();
   call.high_scale = high_scale.data();
   Tensor grad_x = torch::stable::new_empty(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();
   const auto& run = kernels(op);
-  for_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
+  for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
   return grad_x;
 }
 
@@ -189,7 +188,7 @@ Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor>
   Tensor y = torch::stable::new_empty(x, sizes_of(x));
   call.y = y.data_ptr();
   const auto& run = kernels(op);
-  for_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
+  for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
   return y;
 }
 
@@ -242,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
     call.grad_high = high_sums.data();
   }
   const auto& run = kernels(op);
-  for_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_backward(call, begin, end); });
+  for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_backward(call, begin, end); });
   if (need_gains) {
     sum_over_samples(low_sums, call.shape, grad_low);
     sum_over_samples(high_sums, call.shape, grad_high);

@@ -59,7 +59,7 @@ struct NormsForward {
   double* high_squared = nullptr;
 };
 
-// grad_x = low_scale · LFC[x] + high_scale · HFC[x], the scales being grad_norm / norm of each sample, or zero.
+// grad_x = plus + low_scale · LFC[x] + high_scale · HFC[x], the scales being grad_norm / norm of each sample, or zero.
 struct NormsBackward {
   FrequencyShape shape;
   ElementType type;
@@ -67,6 +67,7 @@ struct NormsBackward {
   TokenMask mask;
   const double* low_scale = nullptr;   // [samples]
   const double* high_scale = nullptr;  // [samples]
+  const void* plus = nullptr;          // contiguous, of x's type; null adds nothing
   void* grad_x = nullptr;              // contiguous, of x's type
 };
 

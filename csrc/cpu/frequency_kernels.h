@@ -237,12 +237,13 @@ struct RowMap {
     }
   }
 
-  // Channels [begin, end) of a sample, row by row.
+  // Channels [begin, end) of a sample, row by row; adds `plus`, laid out as `out`, where it is given.
   template <class T>
   void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
-             T* out) const {
+             const T* plus, T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
+    plus = plus == nullptr ? nullptr : plus + sample * valid.tokens * channels;
     const int64_t whole = x.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
     for (int64_t row = 0; row < valid.tokens; ++row) {
       if (!valid[row]) {
@@ -251,14 +252,25 @@ struct RowMap {
       }
       const T* token = tokens + row * x.token_stride;
       T* out_row = out + row * channels;
+      const T* plus_row = plus == nullptr ? nullptr : plus + row * channels;
       int64_t channel = begin;
-      for (; channel < whole; channel += kLanes<A>) {
-        store_full(mapped(load_full(token + channel), channel), out_row + channel);
+      if (plus_row == nullptr) {
+        for (; channel < whole; channel += kLanes<A>) {
+          store_full(mapped(load_full(token + channel), channel), out_row + channel);
+        }
+      } else {
+        for (; channel < whole; channel += kLanes<A>) {
+          const Vector<A> value = mapped(load_full(token + channel), channel);
+          store_full(load_full(plus_row + channel) + value, out_row + channel);
+        }
       }
       for (; channel < end; channel += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
-        const Vector<A> value = load(token + channel * x.channel_stride, x.channel_stride, lanes);
-        store(mapped(value, channel), out_row + channel, lanes);
+        Vector<A> value = mapped(load(token + channel * x.channel_stride, x.channel_stride, lanes), channel);
+        if (plus_row != nullptr) {
+          value += load(plus_row + channel, 1, lanes);
+        }
+        store(value, out_row + channel, lanes);
       }
     }
   }
@@ -453,8 +465,8 @@ void norms_forward_items(const NormsForward& call, int64_t begin, int64_t end) {
 
 // First every block's sums, then one pass over whole rows, which by then are in the second-level cache.
 template <class T, class Call, class Block>
-OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, void* out, int64_t begin, int64_t end,
-                               const Block& run_block) {
+OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, const void* plus, void* out, int64_t begin,
+                               int64_t end, const Block& run_block) {
   RowMap<Accumulator<T>> map(call.shape.channels);
   for_item_blocks(call.shape, begin, end, [&](int64_t sample, int64_t first, int64_t last) {
     for (int64_t index = first; index < last; ++index) {
@@ -463,14 +475,14 @@ OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, void* out
     if (out != nullptr) {
       map.template apply<T>(tokens, sample, ValidTokens(call.mask, call.shape, sample), first * kChannelBlock,
                             std::min(last * kChannelBlock, call.shape.channels), call.shape.channels,
-                            static_cast<T*>(out));
+                            static_cast<const T*>(plus), static_cast<T*>(out));
     }
   });
 }
 
 template <class T>
 void norms_backward_items(const NormsBackward& call, int64_t begin, int64_t end) {
-  map_items<T>(call, call.x, call.grad_x, begin, end, [&](const auto& block, auto& map) {
+  map_items<T>(call, call.x, call.plus, call.grad_x, begin, end, [&](const auto& block, auto& map) {
     is_packed(block, call.x) ? norms_backward_block<T, true>(call, block, map)
                              : norms_backward_block<T, false>(call, block, map);
   });
@@ -478,7 +490,7 @@ void norms_backward_items(const NormsBackward& call, int64_t begin, int64_t end)
 
 template <class T>
 void filter_forward_items(const FilterForward& call, int64_t begin, int64_t end) {
-  map_items<T>(call, call.x, call.causal ? nullptr : call.y, begin, end, [&](const auto& block, auto& map) {
+  map_items<T>(call, call.x, nullptr, call.causal ? nullptr : call.y, begin, end, [&](const auto& block, auto& map) {
     is_packed(block, call.x) ? filter_forward_block<T, true>(call, block, map)
                              : filter_forward_block<T, false>(call, block, map);
   });
@@ -486,10 +498,11 @@ void filter_forward_items(const FilterForward& call, int64_t begin, int64_t end)
 
 template <class T>
 void filter_backward_items(const FilterBackward& call, int64_t begin, int64_t end) {
-  map_items<T>(call, call.grad_y, call.causal ? nullptr : call.grad_x, begin, end, [&](const auto& block, auto& map) {
-    const bool packed = is_packed(block, call.grad_y) && (call.grad_low == nullptr || is_packed(block, call.x));
-    packed ? filter_backward_block<T, true>(call, block, map) : filter_backward_block<T, false>(call, block, map);
-  });
+  map_items<T>(
+      call, call.grad_y, nullptr, call.causal ? nullptr : call.grad_x, begin, end, [&](const auto& block, auto& map) {
+        const bool packed = is_packed(block, call.grad_y) && (call.grad_low == nullptr || is_packed(block, call.x));
+        packed ? filter_backward_block<T, true>(call, block, map) : filter_backward_block<T, false>(call, block, map);
+      });
 }
 
 #define OVERTONE_FOR_TYPES(function, Call)                             \

@@ -1,10 +1,10 @@
 // Small matrix products on register tiles, for operands that fit a core's cache.
 //
 // gemm() computes C = A · B tile by tile and hands every finished vector of C to a functor, so that what follows a
-// product (scaling, a residual, a sum, rounding) happens while the value is still in a register.
+// product (scaling, a sum) happens while the value is still in a register. Every element of C is summed in the order of
+// k whichever tile it lies in, so results do not depend on how rows are cut into calls.
 #pragma once
 
-#include "cpu/scratch.h"
 #include "cpu/simd.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -20,9 +20,6 @@ template <int kVectors>
 inline constexpr int kTileRows = kVectors == 2 ? 6 : 8;
 #endif
 
-// Buffers whose rows serve as tile rows are padded to a multiple of this (of 6, of 8 and of every vector length).
-constexpr int64_t kRowPadding = 48;
-
 // How a row of `left` vectors is cut. On 32 registers 8 × 3 is best: it reads the least of B per product. 6 × 4 serves
 // where threes do not fit (4, 7 = 4 + 3, 8 = 4 + 4), and narrower tiles only where nothing else does.
 OVERTONE_INLINE int next_tile_width(int left) {
@@ -34,21 +31,10 @@ OVERTONE_INLINE int next_tile_width(int left) {
 }
 
 enum class Operand { rows, columns };  // A[i][k] at a[i·lda + k], or at a[k·lda + i]
-enum class Layout { row_major, panels };
 
-// A `finish` that only adds, scales and stores whole vectors works on the registers; any other gets its vectors through
-// memory, because inlined once per register it would be a page of code, and GCC would spill inside the loop.
-enum class Finishing { in_registers, through_memory };
-
-template <class A, int kVectors, Operand kOperand, Finishing kFinishing, class Finish>
-OVERTONE_INLINE void tile(const A* a, int64_t lda, int64_t rows, const A* b, int64_t ldb, int64_t depth,
-                          Finish finish) {
-  constexpr int kRows = kTileRows<kVectors>;
-  const A* row[kRows];
-  for (int i = 0; i < kRows; ++i) {
-    // Past the last row the tile repeats it: the result is dropped, and nothing out of bounds is read.
-    row[i] = kOperand == Operand::rows ? a + std::min<int64_t>(i, rows - 1) * lda : a + i;
-  }
+template <class A, int kRows, int kVectors, Operand kOperand, class Finish>
+OVERTONE_INLINE void tile(const A* a, int64_t lda, const A* b, int64_t ldb, int64_t depth, int64_t first_row,
+                          int first_vector, Finish finish) {
   Vector<A> sums[kRows][kVectors] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> b_row[kVectors];
@@ -58,75 +44,96 @@ OVERTONE_INLINE void tile(const A* a, int64_t lda, int64_t rows, const A* b, int
     }
     OVERTONE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<A> a_element = broadcast(kOperand == Operand::rows ? row[i][k] : row[i][k * lda]);
+      const Vector<A> a_element = broadcast(kOperand == Operand::rows ? a[i * lda + k] : a[k * lda + i]);
       OVERTONE_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         sums[i][v] += a_element * b_row[v];
       }
     }
   }
-  if constexpr (kFinishing == Finishing::in_registers) {
+  OVERTONE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
     OVERTONE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      if (i < rows) {
-        OVERTONE_UNROLL
-        for (int v = 0; v < kVectors; ++v) {
-          finish(i, v, sums[i][v]);
-        }
-      }
-    }
-  } else {
-    Vector<A> results[kRows][kVectors];
-    std::memcpy(results, sums, sizeof sums);
-    for (int64_t i = 0; i < std::min<int64_t>(rows, kRows); ++i) {
-      for (int v = 0; v < kVectors; ++v) {
-        finish(static_cast<int>(i), v, results[i][v]);
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      finish(first_row + i, first_vector + v, sums[i][v]);
     }
   }
 }
 
-template <class A, int kVectors, Operand kOperand, Finishing kFinishing, class Finish>
+// All rows of one tile's width: whole tiles, then 4, 2 and 1 rows.
+template <class A, int kVectors, Operand kOperand, class Finish>
 void tile_column(int64_t rows, int first_vector, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
-                 const Finish& finish) {
+                 Finish finish) {
   constexpr int kRows = kTileRows<kVectors>;
-  for (int64_t i = 0; i < rows; i += kRows) {
-    tile<A, kVectors, kOperand, kFinishing>(
-        a + (kOperand == Operand::rows ? i * lda : i), lda, rows - i, b, ldb, depth,
-        [&](int row, int v, Vector<A> sum) { finish(i + row, first_vector + v, sum); });
+  constexpr bool kByRows = kOperand == Operand::rows;
+  int64_t i = 0;
+  for (; i + kRows <= rows; i += kRows) {
+    tile<A, kRows, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
+  }
+  if (i + 4 <= rows) {
+    tile<A, 4, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
+    i += 4;
+  }
+  if (i + 2 <= rows) {
+    tile<A, 2, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
+    i += 2;
+  }
+  if (i < rows) {
+    tile<A, 1, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
+  }
+}
+
+template <class A, Operand kOperand, class Finish>
+OVERTONE_INLINE void tile_column_of(int width, int64_t rows, int first_vector, int64_t depth, const A* a, int64_t lda,
+                                    const A* b, int64_t ldb, const Finish& finish) {
+  switch (width) {
+    case 1:
+      return tile_column<A, 1, kOperand>(rows, first_vector, depth, a, lda, b, ldb, finish);
+    case 2:
+      return tile_column<A, 2, kOperand>(rows, first_vector, depth, a, lda, b, ldb, finish);
+#if OVERTONE_VECTOR_BYTES == 64
+    case 3:
+      return tile_column<A, 3, kOperand>(rows, first_vector, depth, a, lda, b, ldb, finish);
+    case 4:
+      return tile_column<A, 4, kOperand>(rows, first_vector, depth, a, lda, b, ldb, finish);
+#endif
   }
 }
 
 // C[rows × vectors] = A[rows × depth] · B[depth × vectors]; finish(row, vector, value) takes every vector of C.
-// Operand::columns reads A in whole tiles: its rows must be padded to kRowPadding.
-template <class A, Operand kOperand, Layout kLayout, Finishing kFinishing, class Finish>
+template <class A, Operand kOperand, class Finish>
 void gemm(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
           const Finish& finish) {
   for (int first = 0; first < vectors;) {
     const int width = next_tile_width(vectors - first);
-    const A* panel = b + first * kLanes<A> * (kLayout == Layout::panels ? depth : 1);
-    const int64_t stride = kLayout == Layout::panels ? width * kLanes<A> : ldb;
-    switch (width) {
-      case 1:
-        tile_column<A, 1, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
-        break;
-      case 2:
-        tile_column<A, 2, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
-        break;
-#if OVERTONE_VECTOR_BYTES == 64
-      case 3:
-        tile_column<A, 3, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
-        break;
-      case 4:
-        tile_column<A, 4, kOperand, kFinishing>(rows, first, depth, a, lda, panel, stride, finish);
-        break;
-#endif
-    }
+    tile_column_of<A, kOperand>(width, rows, first, depth, a, lda, b + first * kLanes<A>, ldb, finish);
     first += width;
   }
 }
 
-// Writes element (k, column) of a matrix that gemm() will read as panels: the columns of one tile width together.
+// What happens to a finished vector of C. Named types, so that all products that do the same share their code.
+template <class A>
+struct StoreTo {
+  A* c;
+  int64_t ldc;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    store_full(sum, c + row * ldc + v * kLanes<A>);
+  }
+};
+
+template <class A>
+struct AddTo {
+  A* c;
+  int64_t ldc;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    A* p = c + row * ldc + v * kLanes<A>;
+    store_full(load_full(p) + sum, p);
+  }
+};
+
+// A matrix B as gemm_panels() reads it: the columns of one tile's width together, row after row.
 template <class A>
 struct PanelIndex {
   int64_t depth;
@@ -143,6 +150,30 @@ struct PanelIndex {
     return first * kLanes<A> * depth + k * width * kLanes<A> + (v - first) * kLanes<A>;
   }
 };
+
+// C = A · B with B in panels too large for the first-level cache. `panel_done(first_vector, width, sums)` gets a
+// panel's columns of C, rows kWidestTile vectors apart in `sums` (rows × kWidestTile vectors of scratch).
+template <class A, class PanelDone>
+void gemm_panels(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* panels, A* sums,
+                 const PanelDone& panel_done) {
+  constexpr int64_t kDepthBlock = 192;  // of a panel: that much stays in the first-level cache for all rows
+  constexpr int64_t kLd = kWidestTile * kLanes<A>;
+  for (int first = 0; first < vectors;) {
+    const int width = next_tile_width(vectors - first);
+    const A* panel = panels + first * kLanes<A> * depth;
+    const int64_t ldb = width * kLanes<A>;
+    for (int64_t k = 0; k < depth; k += kDepthBlock) {
+      const int64_t block = std::min(kDepthBlock, depth - k);
+      if (k == 0) {
+        tile_column_of<A, Operand::rows>(width, rows, 0, block, a, lda, panel, ldb, StoreTo<A>{sums, kLd});
+      } else {
+        tile_column_of<A, Operand::rows>(width, rows, 0, block, a + k, lda, panel + k * ldb, ldb, AddTo<A>{sums, kLd});
+      }
+    }
+    panel_done(first, width, static_cast<const A*>(sums));
+    first += width;
+  }
+}
 
 // Interleaves row i with row i + half, for every i.
 template <class A, size_t... kLane>
@@ -162,18 +193,56 @@ OVERTONE_INLINE void interleave_rows(Vector<A> (&rows)[kLanes<A>], std::index_se
   }
 }
 
+#if OVERTONE_VECTOR_BYTES == 64
+// 16 × 16 floats with one-operand-pattern shuffles: the general ones need an index register each, and GCC spills.
+OVERTONE_INLINE void transpose_floats(Vector<float> (&r)[16]) {
+  Vector<float> t[16];
+  OVERTONE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  OVERTONE_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d x = _mm512_castps_pd(t[i + j]);
+      const __m512d y = _mm512_castps_pd(t[i + j + 2]);
+      r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+  }
+  // r[4i + j] now holds, in its quarter q, column 4q + j of rows 4i … 4i + 3: what is left is to move quarters.
+  OVERTONE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  OVERTONE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    r[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    r[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    r[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    r[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+#endif
+
 // Transposes a square in registers: log2(kLanes) rounds of interleaving. Written out, so that no array is in memory.
 template <class A>
 OVERTONE_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
+#if OVERTONE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<A, float>) {
+    return transpose_floats(rows);
+  }
+#endif
   constexpr auto kLaneIndices = std::make_index_sequence<size_t{kLanes<A>}>();
   interleave_rows<A>(rows, kLaneIndices);
   if constexpr (kLanes<A> >= 4) {
     interleave_rows<A>(rows, kLaneIndices);
   }
   if constexpr (kLanes<A> >= 8) {
-    interleave_rows<A>(rows, kLaneIndices);
-  }
-  if constexpr (kLanes<A> >= 16) {
     interleave_rows<A>(rows, kLaneIndices);
   }
 }

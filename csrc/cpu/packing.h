@@ -3,6 +3,7 @@
 
 #include "cpu/element_type.h"
 #include "cpu/gemm.h"
+#include "cpu/scratch.h"
 #include "cpu/simd.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -45,41 +46,49 @@ OVERTONE_INLINE void with_type(ElementType type, const F& f) {
   }
 }
 
-// rows × width, widened, rows `ld` apart; columns up to `ld` are zero.
+// rows × width, widened and scaled, rows `ld` apart; columns up to `ld` are zero.
 template <class A>
-void pack_rows(const MatrixRows& source, int64_t rows, int64_t width, A* out, int64_t ld) {
-  with_type<A>(source.type, [&](auto element) {
+void pack_rows(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
+  with_type<A>(source.type, [=, stride = source.column_stride](auto element) {
     using T = decltype(element);
-    const int64_t whole = source.column_stride == 1 ? width / kLanes<A> * kLanes<A> : 0;
+    const int64_t whole = stride == 1 ? width / kLanes<A> * kLanes<A> : 0;
     for (int64_t i = 0; i < rows; ++i) {
+      const T* row = source.at<T>(i, 0);
+      A* out_row = out + i * ld;
       int64_t j = 0;
       for (; j < whole; j += kLanes<A>) {
-        store_full(load_full(source.at<T>(i, j)), out + i * ld + j);
+        store_full(load_full(row + j) * scale, out_row + j);
       }
       for (; j < ld; j += kLanes<A>) {
         const int lanes = static_cast<int>(std::clamp<int64_t>(width - j, 0, kLanes<A>));
-        store_full(lanes == 0 ? Vector<A>{} : load(source.at<T>(i, j), source.column_stride, lanes), out + i * ld + j);
+        const Vector<A> v = lanes == 0 ? Vector<A>{} : load(row + j * stride, stride, lanes);
+        store_full(v * scale, out_row + j);
       }
     }
   });
 }
 
-// A square of `rows` × `columns` elements of a matrix, transposed; zeros fill it up.
+// A square of `rows` × `columns` elements, transposed; zeros fill it up.
 template <class T>
-OVERTONE_INLINE void load_transposed(const MatrixRows& source, int64_t row, int64_t column, int rows, int columns,
+OVERTONE_INLINE void load_transposed(const T* corner, int64_t row_stride, int64_t column_stride, int rows, int columns,
                                      Vector<Accumulator<T>> (&square)[kLanes<Accumulator<T>>]) {
   using A = Accumulator<T>;
   constexpr int kSize = kLanes<A>;
-  if (rows == kSize && columns == kSize && source.column_stride == 1) {
+  if (rows == kSize && columns == kSize && column_stride == 1) {
     OVERTONE_UNROLL
     for (int i = 0; i < kSize; ++i) {
-      square[i] = load_full(source.at<T>(row + i, column));
+      square[i] = load_full(corner + i * row_stride);
+    }
+  } else if (columns == kSize && column_stride == 1) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      square[i] = i < rows ? load_full(corner + i * row_stride) : Vector<A>{};
     }
   } else {
     A elements[kSize][kSize] = {};
     for (int i = 0; i < rows; ++i) {
       for (int j = 0; j < columns; ++j) {
-        elements[i][j] = widen(*source.at<T>(row + i, column + j));
+        elements[i][j] = widen(corner[i * row_stride + j * column_stride]);
       }
     }
     std::memcpy(square, elements, sizeof elements);
@@ -87,21 +96,28 @@ OVERTONE_INLINE void load_transposed(const MatrixRows& source, int64_t row, int6
   transpose_square<A>(square);
 }
 
-// The transpose: width × rows, rows `ld` apart; columns from `rows` up to `ld` are zero.
+// The transpose: width × rows, rows `ld` apart; columns from `rows` up to a whole vector are zero.
 template <class A>
 void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out, int64_t ld) {
   constexpr int kSize = kLanes<A>;
-  with_type<A>(source.type, [&](auto element) {
-    for (int64_t i = 0; i < ld; i += kSize) {
+  with_type<A>(source.type, [=](auto element) {
+    using T = decltype(element);
+    for (int64_t i = 0; i < rows; i += kSize) {
+      const int square_rows = static_cast<int>(std::min<int64_t>(rows - i, kSize));
       for (int64_t j = 0; j < width; j += kSize) {
-        const int square_rows = static_cast<int>(std::clamp<int64_t>(rows - i, 0, kSize));
         const int columns = static_cast<int>(std::min<int64_t>(kSize, width - j));
         Vector<A> square[kSize];
-        load_transposed<decltype(element)>(source, i, j, square_rows, columns, square);
-        OVERTONE_UNROLL
-        for (int column = 0; column < kSize; ++column) {
-          if (column < columns) {
-            store_full(square[column], out + (j + column) * ld + i);
+        load_transposed(static_cast<const T*>(source.at<T>(i, j)), source.row_stride, source.column_stride, square_rows,
+                        columns, square);
+        A* out_square = out + j * ld + i;
+        if (columns == kSize) {
+          OVERTONE_UNROLL
+          for (int column = 0; column < kSize; ++column) {
+            store_full(square[column], out_square + column * ld);
+          }
+        } else {
+          for (int column = 0; column < columns; ++column) {
+            store_full(square[column], out_square + column * ld);
           }
         }
       }
@@ -109,22 +125,54 @@ void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out,
   });
 }
 
+// One panel of gemm_panels(): columns [column, column + width) of a depth × columns matrix, row after row, rows and
+// columns scaled where a scale is given; zeros fill the last vectors up.
+template <class A>
+void pack_panel(const MatrixRows& source, int64_t depth, int64_t column, int64_t width, const A* row_scale,
+                const A* column_scale, int vectors, A* out) {
+  const int64_t ld = vectors * kLanes<A>;
+  if (source.row_stride == 1 && source.column_stride != 1) {
+    // A transposed matrix: its columns are rows in memory, and what is read together lies together.
+    const MatrixRows across{source.type, source.data, source.column_stride, 1};
+    MatrixRows first = across;
+    first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
+    pack_columns(first, width, depth, out, ld);
+  } else {
+    MatrixRows first = source;
+    first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
+    pack_rows(first, depth, width, A{1}, out, ld);
+  }
+  if (row_scale == nullptr && column_scale == nullptr) {
+    return;
+  }
+  for (int v = 0; v < vectors; ++v) {
+    const int lanes = static_cast<int>(std::clamp<int64_t>(width - v * kLanes<A>, 0, kLanes<A>));
+    const Vector<A> columns =
+        column_scale == nullptr || lanes == 0 ? broadcast(A{1}) : load(column_scale + column + v * kLanes<A>, 1, lanes);
+    for (int64_t k = 0; k < depth; ++k) {
+      A* p = out + k * ld + v * kLanes<A>;
+      store_full(load_full(p) * columns * (row_scale == nullptr ? A{1} : row_scale[k]), p);
+    }
+  }
+}
+
 // Rows of scratch, scaled and rounded, into a tensor.
 template <class A>
 void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A scale, const MatrixRows& out) {
-  with_type<A>(out.type, [&](auto element) {
+  with_type<A>(out.type, [=, stride = out.column_stride](auto element) {
     using T = decltype(element);
     for (int64_t i = 0; i < rows; ++i) {
+      T* row = out.at<T>(i, 0);
       for (int64_t j = 0; j < width; j += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, width - j));
         const Vector<A> v = load_full(source + i * ld + j) * scale;
-        if (out.column_stride == 1) {
-          store(v, out.at<T>(i, j), lanes);
+        if (stride == 1) {
+          store(v, row + j, lanes);
         } else {
           A values[kLanes<A>];
           store_full(v, values);
           for (int lane = 0; lane < lanes; ++lane) {
-            narrow(values[lane], out.at<T>(i, j + lane));
+            narrow(values[lane], row + (j + lane) * stride);
           }
         }
       }
@@ -150,7 +198,7 @@ struct ProductRows {
       ld = source.row_stride;
     } else {
       ld = padded_to(width, kLanes<A>);
-      pack_rows(source, rows, width, scratch, ld);
+      pack_rows(source, rows, width, A{1}, scratch, ld);
       data = scratch;
     }
   }

@@ -164,6 +164,19 @@ OVERTONE_INLINE A largest_lane(Vector<A> v) {
       v, [](Vector<A> a, Vector<A> b) { return a > b ? a : b; }, std::make_index_sequence<size_t{kLanes<A>}>());
 }
 
+template <class A, size_t... kLane>
+OVERTONE_INLINE auto lane_numbers(std::index_sequence<kLane...>) {
+  using Number = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
+  typedef Number Numbers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
+  return Numbers{static_cast<Number>(kLane)...};
+}
+
+// v in the first `count` lanes, `rest` in the others.
+template <class A>
+OVERTONE_INLINE Vector<A> first_lanes(Vector<A> v, int count, A rest) {
+  return lane_numbers<A>(std::make_index_sequence<size_t{kLanes<A>}>()) < count ? v : broadcast(rest);
+}
+
 // The first `count` lanes from elements `stride` apart; the rest are zero.
 template <class T>
 OVERTONE_INLINE Vector<Accumulator<T>> load(const T* p, int64_t stride, int count) {

@@ -56,7 +56,7 @@ def spectral_attention(
         head_gain: [H], AttnScale's ω, in query's dtype or float32: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages
             over the keys that take part in the row.
         return_norms: return FrequencyNorms of y too, each [B], float32 (float64), taken before y is rounded.
-        backend: "reference", "cpu", "triton" (head widths to 128), or None to choose.
+        backend: "reference", "cpu", "triton" (heads up to 128 wide), or None to choose.
 
     Returns:
         y [B, N, E] in query's dtype, or (y, FrequencyNorms); differentiable in every floating-point argument.
@@ -86,10 +86,10 @@ def spectral_attention(
     call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale)
     eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype))
     if head_gain is None:
-        y, wide = call.attend(eigenvalues, residual, need_wide=return_norms)
+        y, norms = call.attend(eigenvalues, residual, return_norms)
     else:
-        y, wide = call.attend_with_gain(eigenvalues, head_gain, residual)
-    return (y, FrequencyNorms(*torch.ops.overtone.frequency_norms(wide, None))) if return_norms else y
+        y, norms = call.attend_with_gain(eigenvalues, head_gain, residual, return_norms)
+    return (y, norms) if return_norms else y
 
 
 class _Call(NamedTuple):
@@ -103,24 +103,36 @@ class _Call(NamedTuple):
     is_causal: bool
     scale: float
 
-    def attend(self, eigenvalues: Tensor, residual: Tensor | None, *, need_wide: bool) -> tuple[Tensor, Tensor]:
-        """y, and y before it is rounded (the same tensor where nothing is rounded)."""
-        y, wide, _, _ = torch.ops.overtone.spectral_attention(
-            self.query, self.key, self.value, eigenvalues, self.basis, residual, self.attn_mask, self.is_causal,
-            self.scale, need_wide,
-        )  # fmt: skip
-        return y, wide if need_wide and y.dtype != eigenvalues.dtype else y
+    def attend(self, eigenvalues: Tensor, residual: Tensor | None, return_norms: bool) -> tuple[Tensor, FrequencyNorms]:
+        y, low, high, *_ = self._run(eigenvalues, residual, need_norms=return_norms)
+        return y, FrequencyNorms(low, high)
 
     def attend_with_gain(
-        self, eigenvalues: Tensor, head_gain: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, eigenvalues: Tensor, head_gain: Tensor, residual: Tensor | None, return_norms: bool
+    ) -> tuple[Tensor, FrequencyNorms | None]:
         """AttnScale: (1 + ω_h) A_h − ω_h Π in place of A_h, by linearity: a part with A, and a part with Π."""
         gain = head_gain.to(eigenvalues.dtype).repeat_interleave(self.query.shape[-1])
-        _, wide = self.attend(eigenvalues * (1 + gain), None, need_wide=True)
-        wide = wide - self._mean_of_values(eigenvalues * gain)
+        wide = self._unrounded(eigenvalues * (1 + gain)) - self._mean_of_values(eigenvalues * gain)
         if residual is not None:
             wide = wide + residual
-        return wide.to(self.query.dtype), wide
+        norms = FrequencyNorms(*torch.ops.overtone.frequency_norms(wide, None)) if return_norms else None
+        return wide.to(self.query.dtype), norms
+
+    def _unrounded(self, eigenvalues: Tensor) -> Tensor:
+        """y without a residual, before it is rounded."""
+        y, _, _, wide, *_ = self._run(eigenvalues, None, need_wide=True)
+        return y if y.dtype == eigenvalues.dtype else wide
+
+    def _run(
+        self, eigenvalues: Tensor, residual: Tensor | None, *, need_norms: bool = False, need_wide: bool = False
+    ) -> tuple[Tensor, ...]:
+        inputs = (self.query, self.key, self.value, eigenvalues, self.basis, residual, self.attn_mask)
+        need_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        # The norms' gradient is taken at y before rounding.
+        need_wide = need_wide or (need_norms and need_backward and not _runs_on_triton(self.query))
+        return torch.ops.overtone.spectral_attention(
+            *inputs, self.is_causal, self.scale, need_norms, need_wide, need_backward
+        )
 
     def _mean_of_values(self, eigenvalues: Tensor) -> Tensor:
         """concat_h(Π V_h) diag(eigenvalues) U, where Π averages over the keys that take part in the row."""
@@ -131,7 +143,12 @@ class _Call(NamedTuple):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != -math.inf
         uniform = self._replace(query=torch.zeros_like(self.query), attn_mask=mask)  # equal logits: the mean
-        return uniform.attend(eigenvalues, None, need_wide=True)[1]
+        return uniform._unrounded(eigenvalues)
+
+
+def _runs_on_triton(query: Tensor) -> bool:
+    """Memory traffic is what GPUs are short of: there heads, grad_y and the norms' gradient are in query's dtype."""
+    return device_backend(query) == "triton"
 
 
 def _kernel_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -162,109 +179,135 @@ def _float32_products(tensor: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
-def _fake(query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_wide):
+def _fake(
+    query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, need_wide, need_backward
+):
     batch, heads, length, width = query.shape
     dtype = checks.statistics_dtype(query.dtype)
+
+    def empty(wanted: bool, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return query.new_empty(shape if wanted else (0,), dtype=dtype)
+
     y = query.new_empty(batch, length, basis.shape[1])
-    wide = query.new_empty(y.shape if need_wide and query.dtype != dtype else (0,), dtype=dtype)
     return (
         y,
-        wide,
-        query.new_empty((batch, length, heads * width), dtype=query.dtype if _runs_on_triton(query) else dtype),
-        query.new_empty((batch, heads, length, 2), dtype=dtype),
+        empty(need_norms, batch),
+        empty(need_norms, batch),
+        empty(need_wide and query.dtype != dtype, *y.shape),
+        empty(need_backward, batch, length, heads * width, dtype=query.dtype if _runs_on_triton(query) else dtype),
+        empty(need_backward, batch, heads, length, 2),
     )
-
-
-def _runs_on_triton(query: Tensor) -> bool:
-    """Memory is what GPUs are short of: there the heads' outputs are kept, and grad_y is taken, in query's dtype."""
-    return device_backend(query) == "triton"
 
 
 _NEEDS = ("query", "key", "value", "eigenvalues", "basis", "attn_mask")
 
 
 def _fake_backward(
-    grad_y, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale, heads, softmax_rows, needs
-):
+    grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale,
+    heads, softmax_rows, needs,
+):  # fmt: skip
     dtype = eigenvalues.dtype
-    logits = (*query.shape[:3], key.shape[2])
     results = (
         (query.shape, query.dtype),
         (key.shape, query.dtype),
         (value.shape, query.dtype),
         (eigenvalues.shape, dtype),
         (basis.shape, dtype),
-        (logits, dtype),
+        ((*query.shape[:3], key.shape[2]), dtype),
     )
-    return tuple(
+    grads = tuple(
         query.new_empty(shape if needs >> bit & 1 else (0,), dtype=dtype) for bit, (shape, dtype) in enumerate(results)
     )
+    return *grads, y.new_empty((0,) if grad_low is None else y.shape)
 
 
+# need_backward: whoever wants a gradient must ask for what backward needs. What is not wanted comes back empty, and so
+# does wide_y (y before rounding) where y has the statistics' dtype.
 library.define(
     "spectral_attention(Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor? residual,"
-    " Tensor? attn_mask, bool is_causal, float scale, bool need_wide)"
-    " -> (Tensor y, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
+    " Tensor? attn_mask, bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
+    " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
     fake=_fake,
     triton="attention.forward",
 )
-# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype, or on
-# Triton any.
+# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype, and y is
+# that before rounding; on Triton grad_y may have any dtype and y is rounded. With the norms' gradients (both or none)
+# total_grad is all of ∂L/∂y.
 library.define(
-    "spectral_attention_backward(Tensor grad_y, Tensor query, Tensor key, Tensor value, Tensor eigenvalues,"
-    " Tensor basis, Tensor? attn_mask, bool is_causal, float scale, Tensor heads, Tensor softmax_rows, int needs)"
-    " -> (Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor logits)",
+    "spectral_attention_backward(Tensor? grad_y, Tensor? grad_low, Tensor? grad_high, Tensor y, Tensor low,"
+    " Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor? attn_mask,"
+    " bool is_causal, float scale, Tensor heads, Tensor softmax_rows, int needs)"
+    " -> (Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor logits, Tensor total_grad)",
     fake=_fake_backward,
     triton="attention.backward",
 )
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_wide = inputs
-    _, _, heads, softmax_rows = output
+    query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, *_ = inputs
+    y, low, high, wide_y, heads, softmax_rows = output
     ctx.is_causal, ctx.scale = is_causal, scale
-    ctx.has_wide = need_wide and query.dtype != eigenvalues.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.has_wide = wide_y.shape == y.shape
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, eigenvalues, basis, attn_mask, heads, softmax_rows)
+    ctx.mark_non_differentiable(heads, softmax_rows)
+    # Only the norms' gradient reads y, and only its own gradient the residual.
+    unrounded = (wide_y if ctx.has_wide else y) if need_norms else None
+    residual = residual if need_norms else None
+    ctx.save_for_backward(
+        query, key, value, eigenvalues, basis, residual, attn_mask, unrounded, low, high, heads, softmax_rows
+    )
 
 
-def _backward(ctx, grad_y, grad_wide, _grad_heads, _grad_softmax_rows):
-    query, key, value, eigenvalues, basis, attn_mask, heads, softmax_rows = ctx.saved_tensors
+def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_softmax_rows):
+    query, key, value, eigenvalues, basis, _, attn_mask, y, low, high, heads, softmax_rows = ctx.saved_tensors
     dtype = eigenvalues.dtype
     grad_wide = grad_wide if ctx.has_wide else None
-    grads = [g for g in (grad_y, grad_wide) if g is not None]
-    if not grads:
-        return (None,) * 10
-    grad = (grads[0] if len(grads) == 1 else grads[0].to(dtype) + grads[1]).contiguous()
+    given = [g for g in (grad_y, grad_wide) if g is not None]
+    if len(given) == 2 or not _runs_on_triton(query):
+        given = [g.to(dtype) for g in given]
+    grad_y = sum(given[1:], given[0]).contiguous() if given else None
+    has_norms = y is not None and (grad_low is not None or grad_high is not None)
+    if grad_y is None and not has_norms:
+        return (None,) * 12
+    if has_norms:
+        grad_low, grad_high = (torch.zeros_like(low) if g is None else g.contiguous() for g in (grad_low, grad_high))
+    else:
+        y, grad_low, grad_high = low, None, None  # y is not read
+    if torch.is_grad_enabled():
+        return _differentiable_backward(ctx, None if grad_y is None else grad_y.to(dtype), grad_low, grad_high)
     q, k, v, lam, u, r, m = ctx.needs_input_grad[:7]
     wanted = (q, k, v, lam, u, m)
-    if torch.is_grad_enabled():
-        results = _differentiable_backward(ctx, grad.to(dtype))
-    else:
-        grad = grad if _runs_on_triton(query) else grad.to(dtype)
-        needs = sum(1 << bit for bit, need in enumerate(wanted) if need)
-        results = torch.ops.overtone.spectral_attention_backward(
-            grad, query, key, value, eigenvalues, basis, attn_mask, ctx.is_causal, ctx.scale, heads, softmax_rows, needs
-        )
+    *results, total = torch.ops.overtone.spectral_attention_backward(
+        grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, attn_mask, ctx.is_causal,
+        ctx.scale, heads, softmax_rows, sum(1 << bit for bit, need in enumerate(wanted) if need),
+    )  # fmt: skip
     dq, dk, dv, dlam, du, dm = (g if need else None for g, need in zip(results, wanted, strict=True))
     du = None if du is None else du.to(basis.dtype)
-    dr = grad.to(ctx.residual_dtype) if r else None
-    return dq, dk, dv, dlam, du, dr, dm, None, None, None
+    dr = (total if has_norms else grad_y).to(ctx.residual_dtype) if r else None
+    return dq, dk, dv, dlam, du, dr, dm, *(None,) * 5
 
 
-def _differentiable_backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, eigenvalues, basis, attn_mask, _, _ = ctx.saved_tensors
-    has_bias = attn_mask is not None and attn_mask.dtype != torch.bool
+def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor | None, ...]:
+    query, key, value, eigenvalues, basis, residual, attn_mask, *_ = ctx.saved_tensors
+    named = {"query": query, "key": key, "value": value, "eigenvalues": eigenvalues, "basis": basis}
+    if residual is not None:
+        named["residual"] = residual
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        named["attn_mask"] = attn_mask
+    fixed = {"attn_mask": attn_mask, "is_causal": ctx.is_causal, "scale": ctx.scale}
 
-    def wide_attention(query, key, value, eigenvalues, basis, *bias):
-        mask = bias[0] if has_bias else attn_mask
-        wide = (x.to(grad.dtype) for x in (query, key, value, eigenvalues, basis))
-        return reference.spectral_attention(*wide, attn_mask=mask, is_causal=ctx.is_causal, scale=ctx.scale)
+    def outputs(*inputs):
+        wide = {name: x.to(eigenvalues.dtype) for name, x in zip(named, inputs, strict=True)}
+        y, norms = reference.spectral_attention(**{**fixed, **wide}, return_norms=True)
+        return tuple(x for x, g in zip((y, *norms), (grad_y, grad_low, grad_high), strict=True) if g is not None)
 
-    inputs = (query, key, value, eigenvalues, basis, *([attn_mask] if has_bias else []))
-    results = library.differentiable_gradient(wide_attention, inputs, (grad,))
-    return results if has_bias else (*results, None)
+    grads = tuple(g for g in (grad_y, grad_low, grad_high) if g is not None)
+    results = dict(zip(named, library.differentiable_gradient(outputs, tuple(named.values()), grads), strict=True))
+    if ctx.residual_dtype is not None and residual is None:
+        results["residual"] = grad_y.to(ctx.residual_dtype)
+    names = ("query", "key", "value", "eigenvalues", "basis", "residual", "attn_mask")
+    return *(results.get(name) for name in names), *(None,) * 5
 
 
 library.differentiable("spectral_attention", setup=_save, backward=_backward)

@@ -1,0 +1,284 @@
+// Backward. With G = ∂L/∂y and M = headsᵀ G:   ∂U = diag(λ) M,   ∂λ = rows of U · rows of M,   ∂heads = G Uᵀ diag(λ),
+// and from that attention's own gradients, P being made again from the saved maxima and sums.
+#pragma once
+
+#include "cpu/attention_forward.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// out[row] = a's row · b's row, summed as gemm() sums: where softmax is one-hot, ∂P − dot is then exactly zero.
+template <class A>
+void row_dots(const MatrixRows& a, const MatrixRows& b, int64_t rows, int64_t width, A* out) {
+  constexpr int kSize = kLanes<A>;
+  for (int64_t i = 0; i < rows; i += kSize) {
+    const int square_rows = static_cast<int>(std::min<int64_t>(kSize, rows - i));
+    Vector<A> dots{};
+    for (int64_t j = 0; j < width; j += kSize) {
+      const int columns = static_cast<int>(std::min<int64_t>(kSize, width - j));
+      Vector<A> a_square[kSize];
+      Vector<A> b_square[kSize];
+      load_transposed<A>(a.at<A>(i, j), a.row_stride, 1, square_rows, columns, a_square);
+      load_transposed<A>(b.at<A>(i, j), b.row_stride, 1, square_rows, columns, b_square);
+      OVERTONE_UNROLL
+      for (int column = 0; column < kSize; ++column) {
+        dots += a_square[column] * b_square[column];
+      }
+    }
+    store(dots, out + i, square_rows);
+  }
+}
+
+// ∂logits = P ⊙ (∂P − dot).
+template <class A>
+struct StoreLogitGradient {
+  A* c;
+  int64_t ldc;
+  const A* weights;
+  const A* dots;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    const int64_t j = row * ldc + v * kLanes<A>;
+    store_full(load_full(weights + j) * (sum - dots[row]), c + j);
+  }
+};
+
+// Scratch and steps of one thread's (image, head) items: keys block by block, each meeting the queries in long strips,
+// whose P and ∂logits stay in the second-level cache as the depth of the products for ∂K and ∂V.
+template <class A>
+class BackwardWorker {
+ public:
+  explicit BackwardWorker(const AttentionBackward& call)
+      : call_(call),
+        shape_(call.shape),
+        padded_width_(padded_to(shape_.width, kLanes<A>)),
+        block_(key_block<A>(shape_.keys, kMostKeys)),
+        long_strip_(std::min(shape_.queries, kLongStrip)),
+        memory_(2 * Scratch<A>::padded(shape_.width * block_) + 3 * Scratch<A>::padded(block_ * padded_width_) +
+                2 * Scratch<A>::padded(long_strip_ * block_) + 2 * Scratch<A>::padded(long_strip_ * padded_width_) +
+                Scratch<A>::padded(shape_.queries * padded_width_) + Scratch<A>::padded(shape_.queries)) {
+    keys_across_ = memory_.take(shape_.width * block_);
+    values_across_ = memory_.take(shape_.width * block_);
+    keys_ = memory_.take(block_ * padded_width_);
+    grad_keys_ = memory_.take(block_ * padded_width_);
+    grad_values_ = memory_.take(block_ * padded_width_);
+    weights_ = memory_.take(long_strip_ * block_);
+    grad_logits_ = memory_.take(long_strip_ * block_);
+    queries_ = memory_.take(long_strip_ * padded_width_);
+    grads_ = memory_.take(long_strip_ * padded_width_);
+    grad_queries_ = memory_.take(shape_.queries * padded_width_);
+    dots_ = memory_.take(shape_.queries);
+  }
+
+  void run(int64_t item) {
+    image_ = item / shape_.heads;
+    head_ = item % shape_.heads;
+    row_dots(head_buffer(call_.grad_heads, 0), head_buffer(call_.heads, 0), shape_.queries, shape_.width, dots_);
+    for (int64_t key = 0; key < shape_.keys; key += block_) {
+      block_backward(key, std::min(block_, shape_.keys - key));
+    }
+    if (call_.grad_query.data != nullptr) {
+      if (shape_.keys == 0) {
+        std::fill(grad_queries_, grad_queries_ + shape_.queries * padded_width_, A{0});
+      }
+      unpack_rows(grad_queries_, padded_width_, shape_.queries, shape_.width, static_cast<A>(call_.scale),
+                  head_rows(call_.grad_query, call_.type, image_, head_, 0));
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostKeys = 288;
+  static constexpr int64_t kLongStrip = 240;
+
+  MatrixRows head_buffer(const void* buffer, int64_t token) const {
+    const int64_t features = shape_.features();
+    const int64_t offset = (image_ * shape_.queries + token) * features + head_ * shape_.width;
+    return buffer_rows<A>(buffer, offset, features);
+  }
+
+  void block_backward(int64_t key, int64_t count) {
+    const MatrixRows key_rows = head_rows(call_.key, call_.type, image_, head_, key);
+    const MatrixRows value_rows = head_rows(call_.value, call_.type, image_, head_, key);
+    pack_columns(key_rows, count, shape_.width, keys_across_, block_);
+    pack_columns(value_rows, count, shape_.width, values_across_, block_);
+    const ProductRows<A> keys(key_rows, count, shape_.width, keys_);
+    const int64_t first_strip = call_.mask.causal ? key / long_strip_ * long_strip_ : 0;
+    for (int64_t first = first_strip; first < shape_.queries; first += long_strip_) {
+      strip_backward(first, std::min(long_strip_, shape_.queries - first), key, count, keys, first == first_strip);
+    }
+    // Queries were packed times scale · log2(e): ∂K = scale · ∂logitsᵀ Q.
+    finish(call_.grad_key, grad_keys_, key, count, static_cast<A>(kLn2), first_strip >= shape_.queries);
+    finish(call_.grad_value, grad_values_, key, count, A{1}, first_strip >= shape_.queries);
+  }
+
+  void finish(const HeadTensor& out, A* sums, int64_t key, int64_t count, A scale, bool is_unseen) const {
+    if (out.data == nullptr) {
+      return;
+    }
+    if (is_unseen) {
+      std::fill(sums, sums + count * padded_width_, A{0});
+    }
+    unpack_rows(sums, padded_width_, count, shape_.width, scale, head_rows(out, call_.type, image_, head_, key));
+  }
+
+  void strip_backward(int64_t first, int64_t rows, int64_t key, int64_t count, const ProductRows<A>& keys,
+                      bool is_first_strip) {
+    const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
+    pack_rows(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width,
+              static_cast<A>(call_.scale * kLog2E), queries_, padded_width_);
+    pack_rows(head_buffer(call_.grad_heads, first), rows, shape_.width, A{1}, grads_, padded_width_);
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      logits_backward(first, row, std::min(kStrip, rows - row), key, count, keys);
+    }
+    if (call_.grad_value.data != nullptr) {
+      add_or_store<Operand::columns>(is_first_strip, count, vectors, rows, weights_, block_, grads_, padded_width_,
+                                     grad_values_);
+    }
+    if (call_.grad_key.data != nullptr) {
+      add_or_store<Operand::columns>(is_first_strip, count, vectors, rows, grad_logits_, block_, queries_,
+                                     padded_width_, grad_keys_);
+    }
+  }
+
+  // P and ∂logits of a few rows of the strip, from `row` on, and their share of ∂Q.
+  void logits_backward(int64_t first, int64_t row, int64_t rows, int64_t key, int64_t count,
+                       const ProductRows<A>& keys) {
+    const int key_vectors = static_cast<int>((count + kLanes<A> - 1) / kLanes<A>);
+    const int64_t query = first + row;
+    A* weights = weights_ + row * block_;
+    A* grad_logits = grad_logits_ + row * block_;
+    gemm<A, Operand::rows>(rows, key_vectors, shape_.width, queries_ + row * padded_width_, padded_width_, keys_across_,
+                           block_, StoreTo<A>{weights, block_});
+    mask_logits(call_, image_, head_, query, rows, key, count, weights, block_);
+    const A* softmax_rows =
+        static_cast<const A*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
+    for (int64_t i = 0; i < rows; ++i) {
+      const A maximum = softmax_rows[2 * i];
+      const A inverse = softmax_rows[2 * i + 1];
+      for (int v = 0; v < key_vectors; ++v) {
+        A* p = weights + i * block_ + v * kLanes<A>;
+        store_full(exp2_nonpositive<A>(load_full(p) - maximum) * inverse, p);
+      }
+    }
+    gemm<A, Operand::rows>(rows, key_vectors, shape_.width, grads_ + row * padded_width_, padded_width_, values_across_,
+                           block_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
+    if (call_.grad_logits != nullptr) {
+      A* out = static_cast<A*>(call_.grad_logits) +
+               ((image_ * shape_.heads + head_) * shape_.queries + query) * shape_.keys + key;
+      for (int64_t i = 0; i < rows; ++i) {
+        std::copy_n(grad_logits + i * block_, count, out + i * shape_.keys);
+      }
+    }
+    if (call_.grad_query.data != nullptr) {
+      add_or_store<Operand::rows>(key == 0, rows, static_cast<int>(padded_width_ / kLanes<A>), count, grad_logits,
+                                  block_, keys.data, keys.ld, grad_queries_ + query * padded_width_);
+    }
+  }
+
+  template <Operand kOperand>
+  void add_or_store(bool stores, int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b,
+                    int64_t ldb, A* c) const {
+    if (stores) {
+      gemm<A, kOperand>(rows, vectors, depth, a, lda, b, ldb, StoreTo<A>{c, padded_width_});
+    } else {
+      gemm<A, kOperand>(rows, vectors, depth, a, lda, b, ldb, AddTo<A>{c, padded_width_});
+    }
+  }
+
+  const AttentionBackward& call_;
+  const AttentionShape& shape_;
+  int64_t padded_width_;
+  int64_t block_;       // keys at a time
+  int64_t long_strip_;  // queries at a time
+  int64_t image_ = 0;
+  int64_t head_ = 0;
+  Scratch<A> memory_;
+  A* keys_across_;    // [width][block]: Kᵀ
+  A* values_across_;  // [width][block]: Vᵀ
+  A* keys_;           // [block][padded_width], where K cannot be read in place
+  A* grad_keys_;      // [block][padded_width]
+  A* grad_values_;    // [block][padded_width]
+  A* weights_;        // [long_strip][block]: P
+  A* grad_logits_;    // [long_strip][block]
+  A* queries_;        // [long_strip][padded_width], times scale · log2(e)
+  A* grads_;          // [long_strip][padded_width]: ∂heads
+  A* grad_queries_;   // [queries][padded_width]
+  A* dots_;           // [queries]: rows of ∂heads · rows of heads
+};
+
+// ∂heads = G · weight, for a block of tokens.
+template <class A>
+void heads_backward_items(const HeadsBackward& call, WorkQueue& queue) {
+  const int64_t features = call.shape.features();
+  const int vectors = static_cast<int>(padded_to(features, kLanes<A>) / kLanes<A>);
+  const int64_t tokens = call.shape.batch * call.shape.queries;
+  Scratch<A> memory(kTokenBlock * kWidestTile * kLanes<A>);
+  A* scratch = memory.take(kTokenBlock * kWidestTile * kLanes<A>);
+  for (int64_t item; (item = take_item(queue)) >= 0;) {
+    const int64_t token = item * kTokenBlock;
+    const int64_t rows = std::min(kTokenBlock, tokens - token);
+    const A* grad_y = static_cast<const A*>(call.grad_y) + token * call.shape.channels;
+    A* out = static_cast<A*>(call.grad_heads) + token * features;
+    gemm_panels<A>(rows, vectors, call.shape.channels, grad_y, call.shape.channels, static_cast<const A*>(call.weight),
+                   scratch, [&](int first_vector, int width, const A* sums) {
+                     for (int64_t row = 0; row < rows; ++row) {
+                       for (int v = 0; v < width; ++v) {
+                         const int64_t feature = (first_vector + v) * kLanes<A>;
+                         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, features - feature));
+                         store(load_full(sums + (row * kWidestTile + v) * kLanes<A>), out + row * features + feature,
+                               lanes);
+                       }
+                     }
+                   });
+  }
+}
+
+// M = headsᵀ G for a block of features, and from it ∂U and ∂λ.
+template <class T>
+void basis_backward_items(const BasisBackward& call, WorkQueue& queue) {
+  using A = Accumulator<T>;
+  constexpr int64_t kDepth = 192;  // tokens at a time: their gradients stay in the second-level cache
+  const AttentionShape& shape = call.shape;
+  const int64_t features = shape.features();
+  const int64_t tokens = shape.batch * shape.queries;
+  const int64_t padded_channels = padded_to(shape.channels, kLanes<A>);
+  Scratch<A> memory(Scratch<A>::padded(kDepth * kFeatureBlock) + Scratch<A>::padded(kDepth * padded_channels) +
+                    Scratch<A>::padded(kFeatureBlock * padded_channels));
+  A* heads = memory.take(kDepth * kFeatureBlock);               // [depth][features of this item]
+  A* packed_gradients = memory.take(kDepth * padded_channels);  // [depth][padded_channels]
+  A* sums = memory.take(kFeatureBlock * padded_channels);       // [features of this item][padded_channels]
+  for (int64_t item; (item = take_item(queue)) >= 0;) {
+    const int64_t first = item * kFeatureBlock;
+    const int64_t rows = std::min(kFeatureBlock, features - first);
+    std::fill(sums, sums + kFeatureBlock * padded_channels, A{0});
+    for (int64_t token = 0; token < tokens; token += kDepth) {
+      const int64_t depth = std::min(kDepth, tokens - token);
+      pack_rows(buffer_rows<A>(call.heads, token * features + first, features), depth, rows, A{1}, heads,
+                kFeatureBlock);
+      const ProductRows<A> gradients(buffer_rows<A>(call.grad_y, token * shape.channels, shape.channels), depth,
+                                     shape.channels, packed_gradients);
+      gemm<A, Operand::columns>(rows, static_cast<int>(padded_channels / kLanes<A>), depth, heads, kFeatureBlock,
+                                gradients.data, gradients.ld, AddTo<A>{sums, padded_channels});
+    }
+    const A* eigenvalues = static_cast<const A*>(call.eigenvalues);
+    for (int64_t row = 0; row < rows; ++row) {
+      const A* sum = sums + row * padded_channels;
+      const int64_t feature = first + row;
+      const T* basis = static_cast<const T*>(call.basis) + feature * call.basis_strides[0];
+      double dot = 0;
+      for (int64_t channel = 0; channel < shape.channels; ++channel) {
+        dot += static_cast<double>(sum[channel]) * widen(basis[channel * call.basis_strides[1]]);
+      }
+      if (call.grad_eigenvalues != nullptr) {
+        static_cast<A*>(call.grad_eigenvalues)[feature] = static_cast<A>(dot);
+      }
+      if (call.grad_basis != nullptr) {
+        A* grad_basis = static_cast<A*>(call.grad_basis) + feature * shape.channels;
+        for (int64_t channel = 0; channel < shape.channels; ++channel) {
+          grad_basis[channel] = sum[channel] * eigenvalues[feature];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace overtone::OVERTONE_LEVEL

@@ -1,0 +1,209 @@
+// Forward: softmax attention of a block of queries, head by head, then its projection, then the norms of the image.
+#pragma once
+
+#include "cpu/attention.h"
+#include "cpu/gemm.h"
+#include "cpu/packing.h"
+#include "cpu/scratch.h"
+#include "cpu/softmax.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+constexpr int64_t kStrip = 24;  // queries at a time: a strip of logits stays in the first-level cache
+
+// Keys at a time, in blocks of equal size: one block at ViT sizes, so that the online softmax costs nothing there.
+template <class A>
+int64_t key_block(int64_t keys, int64_t most) {
+  const int64_t blocks = std::max<int64_t>(1, (keys + most - 1) / most);
+  return padded_to((keys + blocks - 1) / blocks, kLanes<A>);
+}
+
+// The rows of one image's head from `token` on.
+inline MatrixRows head_rows(const HeadTensor& tensor, ElementType type, int64_t image, int64_t head, int64_t token) {
+  const int64_t offset = image * tensor.batch_stride + head * tensor.head_stride + token * tensor.token_stride;
+  return {type, static_cast<char*>(tensor.data) + offset * bytes_of(type), tensor.token_stride, tensor.width_stride};
+}
+
+// c = sum · scale[row], the last step of a softmax.
+template <class A>
+struct StoreScaled {
+  A* c;
+  int64_t ldc;
+  const A* scale;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    store_full(sum * scale[row], c + row * ldc + v * kLanes<A>);
+  }
+};
+
+// c = c · rescale + sum, when the maximum of the rows has moved.
+template <class A>
+struct AddRescaled {
+  A* c;
+  int64_t ldc;
+  const SoftmaxRow<A>* rows;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    A* p = c + row * ldc + v * kLanes<A>;
+    store_full(load_full(p) * rows[row].rescale + sum, p);
+  }
+};
+
+// Scratch and steps of one thread's forward items.
+template <class T>
+class ForwardWorker {
+  using A = Accumulator<T>;
+
+ public:
+  explicit ForwardWorker(const AttentionForward& call)
+      : call_(call),
+        shape_(call.shape),
+        padded_keys_(padded_to(shape_.keys, kLanes<A>)),
+        padded_width_(padded_to(shape_.width, kLanes<A>)),
+        block_(key_block<A>(shape_.keys, kMostKeys)),
+        memory_(Scratch<A>::padded(shape_.width * padded_keys_) + Scratch<A>::padded(shape_.keys * padded_width_) +
+                Scratch<A>::padded(kStrip * block_) + 2 * Scratch<A>::padded(kStrip * padded_width_) +
+                (call.heads == nullptr ? Scratch<A>::padded(call.query_block * shape_.features()) : 0) +
+                Scratch<A>::padded(call.query_block * kWidestTile * kLanes<A>)) {
+    keys_ = memory_.take(shape_.width * padded_keys_);
+    values_ = memory_.take(shape_.keys * padded_width_);
+    logits_ = memory_.take(kStrip * block_);
+    queries_ = memory_.take(kStrip * padded_width_);
+    outputs_ = memory_.take(kStrip * padded_width_);
+    heads_ = call.heads == nullptr ? memory_.take(call.query_block * shape_.features()) : nullptr;
+    sums_ = memory_.take(call.query_block * kWidestTile * kLanes<A>);
+  }
+
+  void run(int64_t item) {
+    const int64_t image = item / call_.blocks();
+    const int64_t first = item % call_.blocks() * call_.query_block;
+    const int64_t rows = std::min(call_.query_block, shape_.queries - first);
+    A* heads = call_.heads == nullptr
+                   ? heads_
+                   : static_cast<A*>(call_.heads) + (image * shape_.queries + first) * shape_.features();
+    for (int64_t head = 0; head < shape_.heads; ++head) {
+      attend(image, head, first, rows, heads + head * shape_.width);
+    }
+    project(image, first, rows, heads);
+    if (call_.norms != nullptr && __atomic_sub_fetch(call_.blocks_left + image, 1, __ATOMIC_ACQ_REL) == 0) {
+      const int64_t items = call_.norms->shape.items_per_sample();
+      call_.norms_kernel(*call_.norms, image * items, (image + 1) * items);
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostKeys = 480;
+
+  void attend(int64_t image, int64_t head, int64_t first_query, int64_t rows, A* heads) {
+    pack_columns(head_rows(call_.key, call_.type, image, head, 0), shape_.keys, shape_.width, keys_, padded_keys_);
+    const ProductRows<A> values(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width, values_);
+    const A scale = static_cast<A>(call_.scale * kLog2E);
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      const int64_t first = first_query + row;
+      const int64_t count = std::min(kStrip, rows - row);
+      pack_rows(head_rows(call_.query, call_.type, image, head, first), count, shape_.width, scale, queries_,
+                padded_width_);
+      SoftmaxRow<A> softmax[kStrip];
+      attend_strip(image, head, first, count, values, softmax, heads + row * shape_.features());
+      if (call_.softmax_rows != nullptr) {
+        A* saved = static_cast<A*>(call_.softmax_rows) + 2 * ((image * shape_.heads + head) * shape_.queries + first);
+        for (int64_t i = 0; i < count; ++i) {
+          saved[2 * i] = softmax[i].maximum == kMinusInfinity<A> ? A{0} : softmax[i].maximum;
+          saved[2 * i + 1] = softmax[i].inverse();
+        }
+      }
+    }
+  }
+
+  // One strip of packed queries against all keys it sees.
+  void attend_strip(int64_t image, int64_t head, int64_t first, int64_t rows, const ProductRows<A>& values,
+                    SoftmaxRow<A>* softmax, A* heads) {
+    const int64_t last_key = call_.mask.causal ? std::min(shape_.keys, first + rows) : shape_.keys;
+    const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
+    // One block of keys, whole vectors: the products' results go straight to where they belong.
+    const bool is_direct = last_key <= block_ && shape_.width == padded_width_ && last_key > 0;
+    for (int64_t key = 0; key < last_key; key += block_) {
+      const int64_t count = std::min(block_, last_key - key);
+      const int key_vectors = static_cast<int>((count + kLanes<A> - 1) / kLanes<A>);
+      gemm<A, Operand::rows>(rows, key_vectors, shape_.width, queries_, padded_width_, keys_ + key, padded_keys_,
+                             StoreTo<A>{logits_, block_});
+      mask_logits(call_, image, head, first, rows, key, count, logits_, block_);
+      for (int64_t row = 0; row < rows; ++row) {
+        softmax[row].absorb(logits_ + row * block_, key_vectors);
+      }
+      const A* block_values = values.data + key * values.ld;
+      if (is_direct) {
+        A inverse[kStrip];
+        for (int64_t row = 0; row < rows; ++row) {
+          inverse[row] = softmax[row].inverse();
+        }
+        gemm<A, Operand::rows>(rows, vectors, count, logits_, block_, block_values, values.ld,
+                               StoreScaled<A>{heads, shape_.features(), inverse});
+      } else if (key == 0) {
+        gemm<A, Operand::rows>(rows, vectors, count, logits_, block_, block_values, values.ld,
+                               StoreTo<A>{outputs_, padded_width_});
+      } else {
+        gemm<A, Operand::rows>(rows, vectors, count, logits_, block_, block_values, values.ld,
+                               AddRescaled<A>{outputs_, padded_width_, softmax});
+      }
+    }
+    if (!is_direct) {
+      for (int64_t row = 0; row < rows; ++row) {
+        const A inverse = softmax[row].inverse();
+        for (int64_t j = 0; j < shape_.width; ++j) {
+          heads[row * shape_.features() + j] = last_key == 0 ? A{0} : outputs_[row * padded_width_ + j] * inverse;
+        }
+      }
+    }
+  }
+
+  // y = residual + heads · weight. The residual is added last: as the sum's start it would cost digits.
+  void project(int64_t image, int64_t first, int64_t rows, const A* heads) {
+    const int vectors = static_cast<int>(padded_to(shape_.channels, kLanes<A>) / kLanes<A>);
+    gemm_panels<A>(rows, vectors, shape_.features(), heads, shape_.features(), static_cast<const A*>(call_.weight),
+                   sums_, [&](int first_vector, int width, const A* sums) {
+                     finish_panel(image, first, rows, first_vector, width, sums);
+                   });
+  }
+
+  void finish_panel(int64_t image, int64_t first, int64_t rows, int first_vector, int width, const A* sums) {
+    const int64_t begin = first_vector * kLanes<A>;
+    const int64_t token = image * shape_.queries + first;
+    T* y = static_cast<T*>(call_.y) + token * shape_.channels;
+    A* wide_y = call_.wide_y == nullptr ? nullptr : static_cast<A*>(call_.wide_y) + token * shape_.channels;
+    const int64_t* strides = call_.residual_strides;
+    const T* residual = call_.residual == nullptr
+                            ? nullptr
+                            : static_cast<const T*>(call_.residual) + image * strides[0] + first * strides[1];
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int v = 0; v < width; ++v) {
+        const int64_t channel = begin + v * kLanes<A>;
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, shape_.channels - channel));
+        Vector<A> sum = load_full(sums + row * kWidestTile * kLanes<A> + v * kLanes<A>);
+        if (residual != nullptr) {
+          sum += load(residual + row * strides[1] + channel * strides[2], strides[2], lanes);
+        }
+        store(sum, y + row * shape_.channels + channel, lanes);
+        if (wide_y != nullptr) {
+          store(sum, wide_y + row * shape_.channels + channel, lanes);
+        }
+      }
+    }
+  }
+
+  const AttentionForward& call_;
+  const AttentionShape& shape_;
+  int64_t padded_keys_;
+  int64_t padded_width_;
+  int64_t block_;  // keys at a time
+  Scratch<A> memory_;
+  A* keys_;     // [width][padded_keys]: Kᵀ
+  A* values_;   // [keys][padded_width], where V cannot be read in place
+  A* logits_;   // [strip][block], then softmax weights
+  A* queries_;  // [strip][padded_width], times scale
+  A* outputs_;  // [strip][padded_width], where the heads cannot be written at once
+  A* heads_;    // [query_block][features], where backward does not need them
+  A* sums_;     // [query_block][widest tile]
+};
+
+}  // namespace overtone::OVERTONE_LEVEL

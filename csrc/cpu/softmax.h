@@ -1,0 +1,122 @@
+// Rows of logits (base 2) to rows of softmax weights: masks, and the online softmax over blocks of keys.
+#pragma once
+
+#include "cpu/attention.h"
+#include "cpu/exp2.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+template <class A>
+constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
+
+// What the mask does to one row of logits: adds the bias, and −inf where a key takes no part.
+template <class A>
+struct MaskRow {
+  const A* bias = nullptr;
+  const bool* flags = nullptr;
+  int64_t key_stride = 0;
+  int64_t visible;  // keys from here on are in the future
+
+  MaskRow(const AttentionMask& mask, int64_t image, int64_t head, int64_t query, int64_t keys)
+      : key_stride(mask.key_stride), visible(mask.causal ? std::min(keys, query + 1) : keys) {
+    const int64_t offset = image * mask.batch_stride + head * mask.head_stride + query * mask.query_stride;
+    bias = mask.bias == nullptr ? nullptr : static_cast<const A*>(mask.bias) + offset;
+    flags = mask.flags == nullptr ? nullptr : mask.flags + offset;
+  }
+
+  void apply(A* logits, int64_t first_key, int64_t count) const {
+    if (bias != nullptr) {
+      for (int64_t j = 0; j < count; ++j) {
+        logits[j] += bias[(first_key + j) * key_stride] * static_cast<A>(kLog2E);
+      }
+    }
+    if (flags != nullptr) {
+      for (int64_t j = 0; j < count; ++j) {
+        logits[j] = flags[(first_key + j) * key_stride] ? logits[j] : kMinusInfinity<A>;
+      }
+    }
+    const int64_t seen = std::clamp<int64_t>(visible - first_key, 0, count);
+    std::fill(logits + seen, logits + count, kMinusInfinity<A>);
+  }
+};
+
+// Logits of rows [first, first + rows) and keys [key, key + count), `ld` apart: masked, and −inf up to a whole vector.
+template <class A>
+void mask_logits(const AttentionInputs& call, int64_t image, int64_t head, int64_t first, int64_t rows, int64_t key,
+                 int64_t count, A* logits, int64_t ld) {
+  if (call.mask.is_used()) {
+    for (int64_t row = 0; row < rows; ++row) {
+      MaskRow<A>(call.mask, image, head, first + row, call.shape.keys).apply(logits + row * ld, key, count);
+    }
+  }
+  const int tail = static_cast<int>(count % kLanes<A>);
+  if (tail != 0) {
+    A* last = logits + count - tail;
+    for (int64_t row = 0; row < rows; ++row) {
+      store_full(first_lanes(load_full(last + row * ld), tail, kMinusInfinity<A>), last + row * ld);
+    }
+  }
+}
+
+template <class A>
+OVERTONE_INLINE Vector<A> larger(Vector<A> a, Vector<A> b) {
+#if OVERTONE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<A, float>) {
+    return _mm512_maskz_max_ps(0xffff, a, b);
+  } else {
+    return _mm512_maskz_max_pd(0xff, a, b);
+  }
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// Online softmax of one row: the running maximum and sum, and what earlier sums must be multiplied with.
+template <class A>
+struct SoftmaxRow {
+  A maximum = kMinusInfinity<A>;
+  A sum = 0;
+  A rescale = 0;
+
+  // Turns a block of logits (whole vectors) into unnormalised weights.
+  OVERTONE_INLINE void absorb(A* logits, int vectors) {
+    Vector<A> best[2] = {load_full(logits), load_full(logits + (vectors - 1) * kLanes<A>)};
+    for (int v = 1; v + 1 < vectors; v += 2) {
+      best[0] = larger<A>(best[0], load_full(logits + v * kLanes<A>));
+      best[1] = larger<A>(best[1], load_full(logits + (v + 1) * kLanes<A>));
+    }
+    const A block_maximum = largest_lane<A>(larger<A>(best[0], best[1]));
+    const A next = block_maximum > maximum ? block_maximum : maximum;
+    // While every key so far is masked the maximum is −inf; any finite stand-in keeps −inf − −inf from arising.
+    const A safe = next == kMinusInfinity<A> ? A{0} : next;
+    if (maximum != kMinusInfinity<A>) {
+      rescale = exp2_nonpositive<A>(broadcast<A>(maximum - safe))[0];
+    }
+    Vector<A> totals[2] = {};
+    int v = 0;
+    for (; v + 1 < vectors; v += 2) {
+      totals[0] += weights_of(logits + v * kLanes<A>, safe);
+      totals[1] += weights_of(logits + (v + 1) * kLanes<A>, safe);
+    }
+    if (v < vectors) {
+      totals[0] += weights_of(logits + v * kLanes<A>, safe);
+    }
+    sum = sum * rescale + sum_of_lanes<A>(totals[0] + totals[1]);
+    maximum = next;
+  }
+
+  // A row in which no key takes part has the sum 0, and an inverse of 0 makes it zero here and in backward.
+  A inverse() const { return sum == 0 ? A{0} : 1 / sum; }
+
+ private:
+  static OVERTONE_INLINE Vector<A> weights_of(A* logits, A maximum) {
+    const Vector<A> weights = exp2_nonpositive<A>(load_full(logits) - maximum);
+    store_full(weights, logits);
+    return weights;
+  }
+};
+
+}  // namespace overtone::OVERTONE_LEVEL
