@@ -5,7 +5,6 @@ The interpreter multiplies bfloat16 wrongly and runs one program after the other
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import numpy as np
@@ -102,23 +101,23 @@ def random_calls(**sizes):
     return [random_call(seed=seed, **sizes) for seed in range(4)]
 
 
-@pytest.mark.parametrize("tokens", [3, 65, 197, 257])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, tokens", [*((d, n) for d in DTYPES for n in (3, 65)), (DTYPES[1], 197), (DTYPES[1], 257)]
+)
 def case_tokens(form, dtype, tokens):
     check(*random_calls(batch=1, queries=tokens, keys=tokens, dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    "dtype, width", [*((d, w) for d in DTYPES for w in (8, 64, 72, 128)), (DTYPES[0], 80), (DTYPES[1], 88)]
+    "dtype, width", [*((d, w) for d in DTYPES for w in (8, 72, 128)), (DTYPES[0], 80), (DTYPES[1], 88)]
 )
 def case_widths(dtype, width):
-    check(*random_calls(batch=1, width=width, channels=width + 3, dtype=dtype))
+    check(*random_calls(batch=1, queries=19, width=width, channels=width + 3, dtype=dtype))
 
 
 @pytest.mark.parametrize("channels", [1, 65, 192])
-@pytest.mark.parametrize("dtype", DTYPES)
-def case_channels(form, dtype, channels):
-    check(*random_calls(batch=1, channels=channels, dtype=dtype))
+def case_channels(form, channels):
+    check(*random_calls(batch=1, queries=19, channels=channels, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("queries, keys, is_causal", [(1, 40, False), (40, 2, False), (40, 17, True), (17, 300, True)])
@@ -132,7 +131,7 @@ def case_different_lengths(form, dtype, queries, keys, is_causal):
 @pytest.mark.parametrize("gain", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_masks_and_gain(dtype, mask, is_causal, gain):
-    check(*random_calls(queries=40, keys=70, mask=mask, gain=gain, dtype=dtype), is_causal=is_causal)
+    check(*random_calls(queries=20, keys=37, mask=mask, gain=gain, dtype=dtype), is_causal=is_causal)
 
 
 def case_packed_views():
@@ -257,7 +256,7 @@ KERNELS_FOR = {
 
 @pytest.mark.parametrize("name", KERNELS_FOR)
 def case_only_the_needed_gradient(launched, name):
-    args = random_call(mask="bias")
+    args = random_call(1, 2, 9, 11, mask="bias")
     index = ARGUMENTS.index(name)
     call = as_call(ot.spectral_attention, False, backend="triton")
     every = accuracy.outputs_and_gradients(call, args)[1]
@@ -269,25 +268,22 @@ def case_only_the_needed_gradient(launched, name):
     assert launched[forward:] == KERNELS_FOR[name]
 
 
-def case_contract():
+@pytest.mark.parametrize("dtype, mask, is_causal", [(torch.float32, "none", False), (torch.float16, "bias", True)])
+def case_contract(dtype, mask, is_causal):
     """The launchers return what the fakes promise: shapes, dtypes, strides."""
-    for dtype, mask, is_causal in (
-        (torch.float32, "none", False), (torch.float16, "bool", True), (torch.float16, "bias", False),
-    ):  # fmt: skip
-        args = [a if a is None else a.detach() for a in random_call(queries=5, keys=7, dtype=dtype, mask=mask)]
-        attn_mask = args[6] if args[6] is None else args[6].expand(2, 2, 5, 7)
-        if mask == "bias":
-            attn_mask = attn_mask.float()
-        call = (*args[:6], attn_mask, is_causal, 0.25)
-        utils = ("test_schema", "test_faketensor")
-        for wanted in itertools.product((False, True), repeat=3):
-            op = torch.ops.overtone.spectral_attention.default
-            torch.library.opcheck(op, (*call, *wanted), test_utils=utils)
-        y, low, high, _, heads, softmax_rows = torch.ops.overtone.spectral_attention(*call, True, True, True)
-        for needs, grads in ((63, (y, low, high)), (16, (None, low, high)), (8, (y, None, None)), (3, (y, low, high))):
-            rest = attn_mask, is_causal, 0.25, heads, softmax_rows, needs
-            op = torch.ops.overtone.spectral_attention_backward.default
-            torch.library.opcheck(op, (*grads, y, low, high, *args[:5], *rest), test_utils=utils)
+    args = [a if a is None else a.detach() for a in random_call(1, 2, 5, 7, 8, 9, dtype=dtype, mask=mask)]
+    attn_mask = args[6] if args[6] is None else args[6].float().expand(1, 2, 5, 7)
+    call = (*args[:6], attn_mask, is_causal, 0.25)
+    op = torch.ops.overtone.spectral_attention
+    for wanted in ((False, False, False), (True, True, False), (False, True, True)):
+        torch.library.opcheck(op.default, (*call, *wanted), test_utils=("test_schema", "test_faketensor"))
+    y, low, high, _, heads, softmax_rows = op(*call, True, True, True)
+    backward = torch.ops.overtone.spectral_attention_backward.default
+    for needs, grads in ((63, (y, low, high)), (16, (None, low, high)), (8, (y, None, None))):
+        rest = attn_mask, is_causal, 0.25, heads, softmax_rows, needs
+        torch.library.opcheck(
+            backward, (*grads, y, low, high, *args[:5], *rest), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def case_compile():
@@ -297,8 +293,8 @@ def case_compile():
 
 def case_backward_twice_and_repeats():
     call = as_call(ot.spectral_attention, backend="triton")
-    repeat.check_backward_twice(call, random_call())
-    repeat.check_bit_equal(call, random_call(queries=70, keys=70), thread_counts=(1, 2))
+    repeat.check_backward_twice(call, random_call(batch=1))
+    repeat.check_bit_equal(call, random_call(batch=1), thread_counts=(1, 2))
 
 
 def case_gradient_of_a_gradient():
@@ -318,7 +314,7 @@ def case_gradient_of_a_gradient():
 def case_checkpointing():
     from torch.utils.checkpoint import checkpoint
 
-    args = random_call()
+    args = random_call(batch=1)
     call = as_call(ot.spectral_attention, backend="triton")
     plain = accuracy.outputs_and_gradients(call, args)
     saved = accuracy.outputs_and_gradients(lambda *a: checkpoint(call, *a, use_reentrant=False), args)
@@ -327,7 +323,7 @@ def case_checkpointing():
 
 
 def case_autocast():
-    args = random_call()
+    args = random_call(batch=1)
     with torch.autocast("cpu", dtype=torch.float16):
         y, low, _ = as_call(ot.spectral_attention, backend="triton")(*args)
     assert y.dtype == torch.float16 and low.dtype == torch.float32
@@ -395,12 +391,7 @@ def _bytes(pointers, mask):
 
 @pytest.mark.parametrize(
     "tokens, width, channels, dtype",
-    [
-        (65, 16, 40, torch.float16),
-        (70, 24, 200, torch.float16),
-        (300, 16, 40, torch.float16),
-        (33, 16, 40, torch.float32),
-    ],
+    [(70, 24, 200, torch.float16), (300, 16, 40, torch.float16), (33, 16, 40, torch.float32)],
 )
 @pytest.mark.parametrize("mask", ["none", "bias"])
 def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, channels, dtype, mask):
@@ -416,7 +407,7 @@ def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, chann
     rest = bias, False, 1.0
     y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, True, True, True)
     needs = 31 if bias is None else 63
-    attention.backward(residual, low, high, y, low, high, *call, *rest, heads, rows, needs)
+    attention.backward(residual, low.clone(), high.clone(), y, low, high, *call, *rest, heads, rows, needs)
     assert len(counter.launches) >= 8
     for launch, counted in zip(counter.launches, counter.counts, strict=True):
         cost = attention_model.cost(launch)
