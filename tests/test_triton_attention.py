@@ -131,7 +131,7 @@ def case_different_lengths(form, dtype, queries, keys, is_causal):
 @pytest.mark.parametrize("gain", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_masks_and_gain(dtype, mask, is_causal, gain):
-    check(*random_calls(queries=20, keys=37, mask=mask, gain=gain, dtype=dtype), is_causal=is_causal)
+    check(*random_calls(batch=1, queries=20, keys=37, mask=mask, gain=gain, dtype=dtype), is_causal=is_causal)
 
 
 def case_packed_views():
@@ -149,7 +149,7 @@ def case_any_strides():
 
 
 def case_without_residual_and_norms():
-    check(random_call(residual=False), return_norms=False, scale=0.3)
+    check(random_call(batch=1, residual=False), return_norms=False, scale=0.3)
 
 
 def case_offsets_beyond_32_bits(monkeypatch):
@@ -182,10 +182,10 @@ def case_empty(sizes):
 
 
 def case_fully_masked_rows_are_zero_and_send_nothing_back():
-    query, key, value, eigenvalues, basis, _, _, _ = random_call()
-    mask = torch.ones(33, 33, dtype=torch.bool)
+    query, key, value, eigenvalues, basis, _, _, _ = random_call(batch=1, queries=9, keys=33)
+    mask = torch.ones(9, 33, dtype=torch.bool)
     mask[5] = False
-    for attn_mask in (mask, torch.zeros(33, 33).masked_fill(~mask, -torch.inf)):
+    for attn_mask in (mask, torch.zeros(9, 33).masked_fill(~mask, -torch.inf)):
         y = ot.spectral_attention(query, key, value, eigenvalues, basis, attn_mask=attn_mask, backend="triton")
         assert torch.equal(y[:, 5], torch.zeros_like(y[:, 5]))
         gradients = torch.autograd.grad(y[:, 5].sum(), (query, key, value), retain_graph=True)
@@ -193,7 +193,7 @@ def case_fully_masked_rows_are_zero_and_send_nothing_back():
         assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (query, key, value)))
 
 
-@pytest.mark.parametrize("tokens", [33, 300])
+@pytest.mark.parametrize("tokens", [9, 100])
 def case_a_nan_query_stays_in_its_row(tokens):
     args = list(random_call(queries=tokens, keys=tokens, batch=1))
     clean = as_call(ot.spectral_attention, False, backend="triton")(*args)
@@ -208,13 +208,13 @@ def case_a_nan_query_stays_in_its_row(tokens):
 
 @pytest.mark.parametrize("factor", [1e3, 1e-3])
 def case_large_and_small_logits(factor):
-    args = list(random_call())
+    args = list(random_call(batch=1))
     args[0] = (factor * args[0].detach()).requires_grad_()
     check(tuple(args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [5, 150])
+@pytest.mark.parametrize("tokens", [5, 70])
 def case_norms_in_the_epilogue(form, launched, dtype, tokens):
     """They are those of y before rounding; without backward nothing is kept for it."""
     *call, residual, _, _ = (

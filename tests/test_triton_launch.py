@@ -117,6 +117,9 @@ def test_every_gpu_has_blocks(name, wanted):
 
     assert attention_configs.known_architecture(name) == wanted
     for dtype in (torch.float32, torch.bfloat16):
+        if not attention_configs.is_shipped(name, dtype):
+            assert dtype == torch.float32 and wanted == "gfx1100"
+            continue
         for width, masked in ((1, False), (64, True), (72, False), (128, True)):
             table = attention_configs.table(name, dtype, width, masked)
             assert width <= table.BD and table.BD % 16 == 0
@@ -189,6 +192,21 @@ def test_64_bit_offsets_only_where_a_head_spans_so_much(attention):
     far = torch.empty(2**31 + 64, device="meta").as_strided((2, 2, 33, 16), (16, 32, 2**26, 1))
     assert is_wide([*args[:2], far, *args[3:]]) == {True}
     assert is_wide(args, torch.empty(1, device="meta").as_strided((2, 2, 33, 33), (1, 1, 2**26, 1))) == {True}
+
+
+def test_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
+    from types import SimpleNamespace
+
+    from overtone import backends
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for gpu, dtype, runs in (
+        ("gfx1100", torch.float32, False), ("gfx1100", torch.float16, True), ("gfx942:xnack-", torch.float32, True),
+    ):  # fmt: skip
+        properties = SimpleNamespace(gcnArchName=gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        obstacle = backends._gpu_obstacle("spectral_attention", torch.empty(1, dtype=dtype))
+        assert obstacle is None if runs else "on gfx1100 it takes torch.bfloat16 and torch.float16" in obstacle
 
 
 def test_launches_happen_on_the_tensors_device(monkeypatch):

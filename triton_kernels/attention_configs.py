@@ -42,7 +42,8 @@ TILES = {
 
 # half: float16 and bfloat16. width: of a head, up to. masked: with attn_mask, whose tile takes registers too; where
 # masks have no entry of their own, the kernel reads none. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
-# one after the other, as registers do not hold both. "-": no such form on this architecture.
+# one after the other, as registers do not hold both. "-": no such form on this architecture. gfx1100 multiplies float32
+# without matrix instructions, and no tile of a head fits its registers then.
 _TABLE = """
 dtype width mask   kernel              sm_80         sm_89         sm_90         sm_100        sm_120        gfx942        gfx1100
 half  64    plain  attention           128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.2
@@ -54,7 +55,7 @@ half  64    plain  heads_gradient      128.64.8.3    128.64.8.3    128.64.8.3   
 half  64    plain  basis_gradient      64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3
 half  64    plain  key_value_gradient  64.128.8.2    32.128.8.2    64.128.8.2    64.128.8.2    32.128.8.2    32.64.4.1     16.32.4.1
 half  64    plain  query_gradient      128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    64.32.4.1
-half  64    masked attention           128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    16.32.4.1
+half  64    masked attention           128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    64.32.4.2     128.64.8.2    16.32.4.1
 half  64    masked key_value_gradient  32.128.8.2    32.64.4.1     32.128.8.2    32.128.8.2    32.64.4.1     32.64.4.1     16.32.4.1
 half  64    masked query_gradient      128.32.8.2    128.32.8.2    128.32.8.2    128.64.8.2    128.32.8.2    128.32.8.2    16.32.4.1
 half  128   plain  attention           64.64.4.2     64.32.4.2     64.64.4.2     64.64.4.2     64.32.4.2     64.32.4.2     16.32.4.1
@@ -67,22 +68,22 @@ half  128   masked attention           64.32.4.2     64.32.4.2     64.32.4.2    
 half  128   masked key_value_gradient  32.64.8.1     32.64.8.1     64.64.8.2     64.64.8.2     32.64.8.1     16.32.4.1     -
 half  128   masked key_value_apart     -             -             -             -             -             -             16.16.4.1
 half  128   masked query_gradient      64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.32.4.1     32.16.8.1
-float 64    plain  attention           32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1
-float 64    plain  projection          64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2
-float 64    plain  heads_gradient      32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2
-float 64    plain  basis_gradient      64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2
-float 64    plain  key_value_gradient  16.16.4.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     16.32.4.1     32.32.8.1
-float 64    plain  query_gradient      32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1
-float 64    masked attention           32.32.4.1     32.16.4.1     32.32.4.1     32.32.4.1     32.16.4.1     32.32.4.1     32.32.4.1
-float 64    masked key_value_gradient  32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1
-float 64    masked query_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.32.8.1     32.32.8.1
-float 128   plain  attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
-float 128   plain  heads_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
-float 128   plain  key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 128   plain  query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 128   masked attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1
-float 128   masked key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
-float 128   masked query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1
+float 64    plain  attention           32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     -
+float 64    plain  projection          64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  -
+float 64    plain  heads_gradient      32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     -
+float 64    plain  basis_gradient      64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  -
+float 64    plain  key_value_gradient  16.16.4.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     16.32.4.1     -
+float 64    plain  query_gradient      32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     -
+float 64    masked attention           32.32.4.1     32.32.8.1     32.32.4.1     32.32.4.1     32.32.8.1     32.32.4.1     -
+float 64    masked key_value_gradient  32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     -
+float 64    masked query_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.32.8.1     -
+float 128   plain  attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
+float 128   plain  heads_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
+float 128   plain  key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
+float 128   plain  query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
+float 128   masked attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
+float 128   masked key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
+float 128   masked query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
 """  # noqa: E501
 
 ARCHITECTURES = tuple(_TABLE.split("\n")[1].split()[4:])
@@ -146,6 +147,11 @@ def table(architecture: str, dtype: torch.dtype, width: int, masked: bool) -> Ta
     padded = max(16, 1 << (width - 1).bit_length())
     kind = "float" if dtype == torch.float32 else "half"
     return Table(padded, _blocks(known_architecture(architecture), kind, 64 if padded <= 64 else 128, masked))
+
+
+def is_shipped(architecture: str, dtype: torch.dtype) -> bool:
+    """Whether there are blocks for the dtype on this architecture."""
+    return "attention" in table(architecture, dtype, 64, masked=False).blocks
 
 
 def known_architecture(name: str) -> str:

@@ -94,7 +94,7 @@ def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
     """Every kernel in every configuration that is shipped for `dtype` on `architecture`, as the ops launch it."""
     found: dict[tuple, Kernel] = {}
     with assume_architecture(architecture):
-        for case, call in _cases(dtype).items():
+        for case, call in _cases(dtype, architecture).items():
             with record_launches() as launches:
                 call()
             for launch in launches:
@@ -105,12 +105,12 @@ def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
     return list(found.values())
 
 
-def _cases(dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None]]:
     """Calls that together make every configuration, by name."""
     cases: dict[str, Callable[[], None]] = {}
     for tokens in (*(config.BT for config in configs.WHOLE), 4 * configs.SPLIT_TOKENS):
         cases[f"N={tokens}"] = partial(_call_frequency_ops, dtype, tokens)
-    if dtype not in ATTENTION_DTYPES:
+    if dtype not in ATTENTION_DTYPES or not attention_configs.is_shipped(architecture, dtype):
         return cases
     for width in (64, 128):
         for tokens in (*attention_configs.WHOLE_KEYS, 1024):

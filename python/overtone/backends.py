@@ -142,7 +142,15 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return _extension.why_missing
     if name == "triton" and not _HAS_TRITON:
         return _NO_TRITON
-    return None
+    return _gpu_obstacle(op, tensor) if name == "triton" else None
+
+
+def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
+    """AMD's consumer GPUs multiply float32 without matrix instructions: attention's tiles do not fit registers there."""
+    if op != "spectral_attention" or tensor.dtype != torch.float32 or torch.version.hip is None:
+        return None
+    gpu = torch.cuda.get_device_properties(tensor.device).gcnArchName.partition(":")[0]
+    return None if gpu.startswith("gfx9") else f"on {gpu} it takes torch.bfloat16 and torch.float16, got {tensor.dtype}"
 
 
 _warned: set[str] = set()
