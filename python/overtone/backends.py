@@ -146,7 +146,7 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
 
 
 def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
-    """AMD's consumer GPUs multiply float32 without matrix instructions: attention's tiles do not fit registers there."""
+    """AMD's consumer GPUs have no matrix instructions for float32, and without them attention's tiles are too large."""
     if op != "spectral_attention" or tensor.dtype != torch.float32 or torch.version.hip is None:
         return None
     gpu = torch.cuda.get_device_properties(tensor.device).gcnArchName.partition(":")[0]

@@ -133,7 +133,7 @@ def _print_model() -> None:
     from overtone.triton_kernels import attention_model as model
 
     header = ("shape", "GPU", "mode", "launches", "MB", "eager MB", "ratio", "µs", "eager µs", "times faster")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for shape in model.SHAPES:
         for name, gpu in model.GPUS.items():
             for mode, training in (("forward", False), ("forward+backward", True)):
