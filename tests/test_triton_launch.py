@@ -197,7 +197,7 @@ def test_64_bit_offsets_only_where_a_head_spans_so_much(attention):
 def test_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     from types import SimpleNamespace
 
-    from overtone import backends
+    from overtone.backends import _gpu_obstacle
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for gpu, dtype, runs in (
@@ -205,7 +205,7 @@ def test_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     ):  # fmt: skip
         properties = SimpleNamespace(gcnArchName=gpu)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        obstacle = backends._gpu_obstacle("spectral_attention", torch.empty(1, dtype=dtype))
+        obstacle = _gpu_obstacle("spectral_attention", torch.empty(1, dtype=dtype))
         assert obstacle is None if runs else "on gfx1100 it takes torch.bfloat16 and torch.float16" in obstacle
 
 

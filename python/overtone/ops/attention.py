@@ -40,7 +40,8 @@ def spectral_attention(
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
     """Attention fused with a spectral projection: residual + concat_h(A_h V_h) · diag(eigenvalues) · basis.
 
-    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end.
+    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end; the Triton kernels
+    also round the softmax and the heads on their way into matrix instructions, as PyTorch's fused attention does.
     Under autocast query, key, value, basis and residual are cast to its dtype; eigenvalues and head_gain are not.
 
     Args:
