@@ -144,6 +144,7 @@ def case_any_strides():
     for index in (0, 1, 2, 4, 5):
         transposed = args[index].detach().transpose(-2, -1).contiguous().transpose(-2, -1)
         args[index] = transposed.requires_grad_()
+    args[3] = torch.stack([args[3].detach()] * 2, 1)[:, 0].requires_grad_()
     args[6] = torch.rand(2, 1, 1, 30) > 0.3
     check(tuple(args))
 

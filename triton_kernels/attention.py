@@ -32,17 +32,15 @@ class _Call:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
-        is_causal: bool, scale: float, residual: Tensor | None = None,
+        is_causal: bool, residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.keys, self.channels = key.shape[2], basis.shape[1]
         self.features = self.heads * self.width
-        self.scale = scale
         self.new_empty = query.new_empty
-        self.dtype = query.dtype
         self.table = configs.table(architecture(query.device), query.dtype, self.width, attn_mask is not None)
         self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
-        self.weights = eigenvalues, *_strided(basis, 2)
+        self.weights = eigenvalues.contiguous(), *_strided(basis, 2)
         self.sizes = self.heads, self.queries, self.keys
         self.precision = {"PRECISION": _dot_precision(query)}
         spans = [_span(x) for x in (query, key, value, basis, attn_mask, residual)]
@@ -86,7 +84,7 @@ def forward(
 
     The norms are made of statistics that are taken where y is made, before it is rounded: y is not read again.
     """
-    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale, residual)
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, residual)
     fused = call.table.fused(call.channels, call.keys)
     y = query.new_empty(call.batch, call.queries, call.channels)
     wide_y = call.empty(*y.shape) if need_wide and y.dtype != torch.float32 else None
@@ -137,7 +135,7 @@ def backward(
     total = y.new_empty(0)
     if grad_low is not None:
         grad_y = total = frequency.norms_backward(grad_low, grad_high, y, low, high, None, added=grad_y)
-    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, scale)
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal)
     logits = *query.shape[:3], call.keys
     shapes = (query.shape, key.shape, value.shape, eigenvalues.shape, basis.shape, logits)
     dtypes = (query.dtype,) * 3 + (torch.float32,) * 3
