@@ -5,21 +5,26 @@ The launchers run on "meta" tensors and their launches are recorded, so what is 
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
-from overtone.triton_kernels import configs, frequency
-from overtone.triton_kernels.launch import Launch, record_launches
+from overtone.triton_kernels import attention, attention_configs, configs, frequency
+from overtone.triton_kernels.launch import Launch, assume_architecture, record_launches
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Architecture(NamedTuple):
@@ -37,6 +42,7 @@ class Architecture(NamedTuple):
 KIB = 1024
 ARCHITECTURES = {
     "sm_80": Architecture(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 255, 65536, 8, 64),
+    "sm_89": Architecture(GPUTarget("cuda", 89, 32), 99 * KIB, 100 * KIB, 255, 65536, 8, 48),
     "sm_90": Architecture(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 255, 65536, 8, 64),
     "sm_100": Architecture(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 255, 65536, 8, 64),
     "sm_120": Architecture(GPUTarget("cuda", 120, 32), 99 * KIB, 100 * KIB, 255, 65536, 8, 48),
@@ -46,13 +52,24 @@ ARCHITECTURES = {
 
 
 class Kernel(NamedTuple):
-    """A kernel in one shipped configuration, as it is launched for this many tokens."""
+    """A kernel in one shipped configuration, as it is launched in this case."""
 
     name: str
-    tokens: int
+    case: str
     dtype: torch.dtype
-    config: configs.Config
     launch: Launch
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told besides the kernel's own constants."""
+        return {name: value for name, value in self.launch.meta.items() if name in ("num_warps", "num_stages")}
+
+    @property
+    def tile(self) -> str:
+        return "×".join(str(size) for name, size in self.launch.meta.items() if name in _SIZES)
+
+
+_SIZES = ("BT", "BC", "BM", "BN", "BE", "BK", "PIECES")
 
 
 class Usage(NamedTuple):
@@ -73,21 +90,42 @@ class Usage(NamedTuple):
         return None if self.occupancy else "does not fit on a processor"
 
 
-def kernels(dtype: torch.dtype) -> list[Kernel]:
-    """Every kernel in every configuration that is shipped for `dtype`, as the ops launch it for tokens with a mask."""
+def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
+    """Every kernel in every configuration that is shipped for `dtype` on `architecture`, as the ops launch it."""
     found: dict[tuple, Kernel] = {}
-    for tokens in (*(config.BT for config in configs.WHOLE), 4 * configs.SPLIT_TOKENS):
-        with record_launches() as launches:
-            _call_frequency_ops(torch.empty(64, tokens, 192, dtype=dtype, device="meta"))
-        for launch in launches:
-            name = launch.kernel.fn.__name__.removesuffix("_kernel")
-            config = configs.Config(**launch.meta)
-            absent = tuple(arg is None for arg in launch.args)  # what is absent is compiled away
-            found.setdefault((name, config, absent), Kernel(name, tokens, dtype, config, launch))
+    with assume_architecture(architecture):
+        for case, call in _cases(dtype, architecture).items():
+            with record_launches() as launches:
+                call()
+            for launch in launches:
+                name = launch.kernel.fn.__name__.removesuffix("_kernel")
+                absent = tuple(arg is None for arg in launch.args)  # what is absent is compiled away
+                key = name, tuple(launch.meta.items()), absent
+                found.setdefault(key, Kernel(name, case, dtype, launch))
     return list(found.values())
 
 
-def _call_frequency_ops(x: torch.Tensor) -> None:
+def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None]]:
+    """Calls that together make every configuration, by name."""
+    cases: dict[str, Callable[[], None]] = {}
+    for tokens in (*(config.BT for config in configs.WHOLE), 4 * configs.SPLIT_TOKENS):
+        cases[f"N={tokens}"] = partial(_call_frequency_ops, dtype, tokens)
+    if dtype not in ATTENTION_DTYPES or not attention_configs.is_shipped(architecture, dtype):
+        return cases
+    for width in (64, 128):
+        for tokens in (*attention_configs.WHOLE_KEYS, 1024):
+            for channels in (192, 768):
+                case = f"N={tokens},D={width},E={channels}"
+                cases[case] = partial(_call_attention_ops, dtype, tokens, width, channels)
+        # A width that fills three quarters of its tile, causal, and a bias that needs a gradient.
+        tail = width * 3 // 4
+        cases[f"D={tail},causal,bias"] = partial(_call_attention_ops, dtype, 1024, tail, 768, has_bias=True)
+    return cases
+
+
+def _call_frequency_ops(dtype: torch.dtype, tokens: int) -> None:
+    """On tokens with a mask."""
+    x = torch.empty(64, tokens, 192, dtype=dtype, device="meta")
     mask = torch.empty(x.shape[:-1], dtype=torch.bool, device=x.device)
     gain = x.new_empty(x.shape[-1], dtype=frequency.statistics_dtype(x.dtype))
     low, high = frequency.norms(x, mask)
@@ -97,15 +135,56 @@ def _call_frequency_ops(x: torch.Tensor) -> None:
         frequency.filter_backward(x, x, gain, gain, mask, is_causal, True)
 
 
-def compile(kernel: Kernel, architecture: Architecture) -> Usage:
+def _call_attention_ops(dtype: torch.dtype, tokens: int, width: int, channels: int, *, has_bias: bool = False) -> None:
+    """Forward with norms and every gradient, on a packed qkv."""
+    heads = 3
+    empty = partial(torch.empty, dtype=dtype, device="meta")
+    qkv = empty(64, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+    residual, basis = empty(64, tokens, channels), empty(heads * width, channels)
+    bias = torch.empty(64, heads, tokens, tokens, device="meta") if has_bias else None
+    call = *qkv, torch.empty(heads * width, device="meta"), basis
+    rest = bias, has_bias, width**-0.5  # where there is a bias, it is causal too
+    y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, True)
+    needs = 63 if has_bias else 31
+    attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
+
+
+def build(kernel: Kernel, architecture: Architecture) -> CompiledKernel:
     """Compile for `architecture`, without a GPU."""
-    compiled = triton.compile(
-        _source(kernel.launch), target=architecture.target, options={"num_warps": kernel.config.num_warps}
+    return triton.compile(
+        _source(kernel.launch, architecture.target), target=architecture.target, options=kernel.options
     )
+
+
+def compile(kernel: Kernel, architecture: Architecture) -> Usage:
+    """What the kernel takes, compiled for `architecture`."""
+    compiled = build(kernel, architecture)
     nvidia = architecture.target.backend == "cuda"
     registers, spills = _read_cubin(compiled.asm["cubin"]) if nvidia else _read_amdgcn(compiled.asm["amdgcn"])
     shared = compiled.metadata.shared
-    return Usage(registers, spills, shared, occupancy(architecture, registers, shared, kernel.config.num_warps))
+    return Usage(registers, spills, shared, occupancy(architecture, registers, shared, kernel.options["num_warps"]))
+
+
+def compile_all(jobs: Sequence[tuple[str, torch.dtype]], workers: int) -> Iterator[tuple[Kernel, str, Usage]]:
+    """Every kernel of every (architecture, dtype), with what it takes, in order."""
+    todo = [
+        (kernel, name, (name, dtype, index))
+        for name, dtype in jobs
+        for index, kernel in enumerate(kernels(dtype, name))
+    ]
+    if workers == 1:
+        for kernel, name, _ in todo:
+            yield kernel, name, compile(kernel, ARCHITECTURES[name])
+        return
+    # Spawned, not forked: torch may have started threads here. Kernels cannot be sent, so a worker lists them again.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        usages = pool.map(_compile_listed, *zip(*(place for _, _, place in todo), strict=True))
+        for (kernel, name, _), usage in zip(todo, usages, strict=True):
+            yield kernel, name, usage
+
+
+def _compile_listed(architecture: str, dtype: torch.dtype, index: int) -> Usage:
+    return compile(kernels(dtype, architecture)[index], ARCHITECTURES[architecture])
 
 
 def occupancy(architecture: Architecture, registers: int, shared: int, warps: int) -> float:
@@ -120,7 +199,7 @@ def occupancy(architecture: Architecture, registers: int, shared: int, warps: in
     return blocks * warps / architecture.warps_per_processor
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(launch: Launch, target: GPUTarget) -> ASTSource:
     """Types, constants and alignment as Triton's own launch derives them from arguments."""
     signature, constants, attributes = {}, {}, {}
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.meta
@@ -128,14 +207,25 @@ def _source(launch: Launch) -> ASTSource:
         value = values[name]
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
-        elif value is None or value == 1 or launch.kernel.params[index].is_constexpr:
+            attributes[(index,)] = _ALIGNED + (_IN_32_BITS if target.backend == "hip" and _is_small(value) else [])
+        elif value is None or launch.kernel.params[index].is_constexpr or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constants[(index,)] = value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-        if isinstance(value, torch.Tensor) or (signature[name] != "constexpr" and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if value % 16 == 0:
+                attributes[(index,)] = _ALIGNED
     return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+_ALIGNED = [["tt.divisibility", 16]]
+_IN_32_BITS = [["tt.pointer_range", 32]]  # lets AMD's compiler use buffer instructions
+
+
+def _is_small(x: torch.Tensor) -> bool:
+    return x.untyped_storage().size() < 2**31
 
 
 _TYPES = {

@@ -101,27 +101,35 @@ def roots_kernel(p_low2, p_high2, p_low, p_high, n_samples, n_blocks, BT: tl.con
 
 
 @triton.jit
-def store_filtered(p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens):
-    """low ⊙ mean + high ⊙ (x − mean) to [N, C], the mean being b_mean + b_rest; zero where a token takes no part."""
-    b_y = b_low * (b_mean + b_rest) + b_high * ((b_x - b_mean) - b_rest)
-    p_tile = p_y + o_t[:, None] * n_channels + o_c[None, :]
-    tl.store(p_tile, tl.where(m_t[:, None], b_y, 0.0), mask=(o_t < n_tokens)[:, None] & m_c[None, :])
+def store_filtered(p_y, p_added, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens):
+    """low ⊙ mean + high ⊙ (x − mean) to [N, C], the mean being b_mean + b_rest; zero where a token takes no part.
+
+    With p_added, [N, C], that is added.
+    """
+    b_y = tl.where(m_t[:, None], b_low * (b_mean + b_rest) + b_high * ((b_x - b_mean) - b_rest), 0.0)
+    o_tile = o_t[:, None] * n_channels + o_c[None, :]
+    m_tile = (o_t < n_tokens)[:, None] & m_c[None, :]
+    if p_added is not None:
+        b_y += tl.load(p_added + o_tile, mask=m_tile, other=0.0)
+    tl.store(p_y + o_tile, b_y, mask=m_tile)
 
 
 @triton.jit
 def filter_by_mean(
-    p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_y, b_low, b_high,
+    p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_y, p_added, b_low, b_high,
     i_s, o_c, m_c, n_tokens, n_channels, n_splits, n_split_tokens,
     BT: tl.constexpr,
 ):
     """The filter of one sample's tokens, or of one split of them. p_x, p_mask: at the sample."""
     p_y += i_s.to(tl.int64) * n_tokens * n_channels
+    if p_added is not None:
+        p_added += i_s.to(tl.int64) * n_tokens * n_channels
     if p_statistics is None:
         o_t = tl.arange(0, BT).to(tl.int64)
         m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
         b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
         _, b_mean, b_rest, _ = tile_statistics(b_x, load_first(p_x, x_st, x_sc, o_t, o_c, m_t, m_c), m_t)
-        store_filtered(p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
+        store_filtered(p_y, p_added, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
     else:
         _, b_mean, b_rest, _ = merge_rows(p_statistics, n_channels, i_s * n_splits, n_splits, o_c, m_c)
         i_k = tl.program_id(1)
@@ -129,7 +137,7 @@ def filter_by_mean(
             o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
             m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
             b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-            store_filtered(p_y, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
+            store_filtered(p_y, p_added, n_channels, b_x, b_mean, b_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
 
 
 @triton.jit
@@ -143,16 +151,17 @@ def scale(p_grad, p_norm, i_s):
 def norms_backward_kernel(
     p_x, x_offsets, x_inner, x_so, x_si, x_st, x_sc,
     p_mask, mask_offsets, mask_inner, mask_so, mask_si, mask_st,
-    p_statistics, p_grad_low, p_grad_high, p_low, p_high, p_grad_x, n_tokens, n_channels, n_splits, n_split_tokens,
+    p_statistics, p_grad_low, p_grad_high, p_low, p_high, p_added, p_grad_x,
+    n_tokens, n_channels, n_splits, n_split_tokens,
     BT: tl.constexpr, BC: tl.constexpr,
 ):
-    """The filter of x with the gains grad / norm of its sample."""
+    """The filter of x with the gains grad / norm of its sample; with p_added, added to that."""
     i_s, _, o_c, m_c = locate(n_channels, BC)
     p_x += sample_offset(i_s, x_offsets, x_inner, x_so, x_si)
     if p_mask is not None:
         p_mask += sample_offset(i_s, mask_offsets, mask_inner, mask_so, mask_si)
     filter_by_mean(
-        p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_grad_x,
+        p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_grad_x, p_added,
         scale(p_grad_low, p_low, i_s), scale(p_grad_high, p_high, i_s),
         i_s, o_c, m_c, n_tokens, n_channels, n_splits, n_split_tokens, BT,
     )
@@ -173,7 +182,7 @@ def filter_kernel(
     b_low = tl.load(p_low + o_c * low_sc, mask=m_c, other=0.0)
     b_high = tl.load(p_high + o_c * high_sc, mask=m_c, other=0.0)
     filter_by_mean(
-        p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_y, b_low, b_high,
+        p_x, x_st, x_sc, p_mask, mask_st, p_statistics, p_y, None, b_low, b_high,
         i_s, o_c, m_c, n_tokens, n_channels, n_splits, n_split_tokens, BT,
     )
 
@@ -195,7 +204,7 @@ def backward_tile(
     Both means are constant over tokens, so the sums are mean(x) · Σ g and the covariance of x and g.
     """
     if p_grad_x is not None:
-        store_filtered(p_grad_x, n_channels, b_g, g_mean, g_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
+        store_filtered(p_grad_x, None, n_channels, b_g, g_mean, g_rest, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
     b_product = ((b_g - g_mean) - g_rest) * ((b_x - x_mean) - x_rest)
     return (x_mean + x_rest) * tl.sum(b_g, 0), tl.sum(tl.where(m_t[:, None], b_product, 0.0), 0)
 
@@ -309,7 +318,7 @@ def causal_filter_kernel(
         b_mean, b_run, b_next, b_rest, n_seen = running_mean(
             p_x, x_st, x_sc, b_x, b_next, b_rest, n_seen, o_t, o_c, m_t, m_c
         )
-        store_filtered(p_y, n_channels, b_x, b_mean, b_run, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
+        store_filtered(p_y, None, n_channels, b_x, b_mean, b_run, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
 
 
 @triton.jit
@@ -449,24 +458,55 @@ def norms(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         *strided(x, 2), *call.mask, call.statistics(x), low2, high2, call.tokens, call.channels, call.splits,
         **call.config.meta,
     )  # fmt: skip
-    launch(
-        roots_kernel, (triton.cdiv(call.samples, configs.ROOTS.BT),),
-        low2, high2, low, high, call.samples, blocks,
-        **configs.ROOTS.meta,
-    )  # fmt: skip
+    _roots(low2, high2, low, high)
     return low, high
 
 
+def norms_of_statistics(statistics: Tensor, samples: int) -> tuple[Tensor, Tensor]:
+    """The norms of samples whose tokens' statistics [samples · blocks, 4, C] another kernel left, block by block."""
+    rows, _, channels = statistics.shape
+    low, high = (statistics.new_empty(samples) for _ in range(2))
+    if statistics.numel() == 0:
+        return low.zero_(), high.zero_()
+    config = configs.SPLIT
+    blocks = triton.cdiv(channels, config.BC)
+    low2, high2 = (statistics.new_empty(samples, blocks) for _ in range(2))
+    launch(
+        norms_kernel, (samples * blocks,),
+        *strided(statistics, 2), *absent(1), statistics, low2, high2, 0, channels, rows // samples,
+        **config.meta,
+    )  # fmt: skip
+    _roots(low2, high2, low, high)
+    return low, high
+
+
+def _roots(low2: Tensor, high2: Tensor, low: Tensor, high: Tensor) -> None:
+    samples, blocks = low2.shape
+    launch(
+        roots_kernel, (triton.cdiv(samples, configs.ROOTS.BT),),
+        low2, high2, low, high, samples, blocks,
+        **configs.ROOTS.meta,
+    )  # fmt: skip
+
+
 def norms_backward(
-    grad_low: Tensor, grad_high: Tensor, x: Tensor, low: Tensor, high: Tensor, mask: Tensor | None
+    grad_low: Tensor,
+    grad_high: Tensor,
+    x: Tensor,
+    low: Tensor,
+    high: Tensor,
+    mask: Tensor | None,
+    added: Tensor | None = None,
 ) -> Tensor:
-    """frequency_norms_backward."""
+    """frequency_norms_backward; `added`, contiguous, is another gradient of x to be added to it."""
     call = _Call(x, mask)
     grad_x = x.new_empty(x.shape)
     if call.is_empty:
         return grad_x
     per_sample = (statistic.contiguous() for statistic in (grad_low, grad_high, low, high))
-    call.launch(norms_backward_kernel, *strided(x, 2), *call.mask, call.statistics(x), *per_sample, grad_x, *call.sizes)
+    call.launch(
+        norms_backward_kernel, *strided(x, 2), *call.mask, call.statistics(x), *per_sample, added, grad_x, *call.sizes
+    )
     return grad_x
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ class Launch(NamedTuple):
     """What a launcher asked for: enough to compile the kernel without running it."""
 
     kernel: Any
+    grid: tuple[int, ...]
     args: tuple
-    meta: dict[str, int]
+    meta: dict[str, Any]
 
 
 _recorded: list[Launch] | None = None
@@ -32,13 +34,43 @@ def record_launches() -> Iterator[list[Launch]]:
         _recorded = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: int) -> None:
-    """Run `kernel` on the device of its first argument, a tensor."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Run `kernel` on the device of its first argument, a tensor. An empty grid is nothing to do."""
     if _recorded is not None:
-        _recorded.append(Launch(kernel, args, meta))
+        _recorded.append(Launch(kernel, grid, args, meta))
+        return
+    if 0 in grid:
         return
     with torch.cuda.device_of(args[0]) if args[0].is_cuda else nullcontext():
         kernel[grid](*args, **meta)
+
+
+_assumed_architecture: str | None = None
+
+
+@contextmanager
+def assume_architecture(name: str) -> Iterator[None]:
+    """Inside, launchers choose the blocks of this architecture, whatever the device."""
+    global _assumed_architecture
+    before, _assumed_architecture = _assumed_architecture, name
+    try:
+        yield
+    finally:
+        _assumed_architecture = before
+
+
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942, …; sm_80 where there is no GPU (the interpreter)."""
+    if _assumed_architecture is not None:
+        return _assumed_architecture
+    return _device_architecture(device) if device.type == "cuda" else "sm_80"
+
+
+@cache
+def _device_architecture(device: torch.device) -> str:
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def strided(x: Tensor, trailing: int) -> tuple:

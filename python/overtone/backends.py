@@ -25,13 +25,16 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
-    "spectral_attention": {"cpu": FLOATS},
+    "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
     "eig": {"cpu": (torch.float32, torch.float64)},
     "eigh": {"cpu": (torch.float32, torch.float64)},
     "qr": {"cpu": (torch.float32, torch.float64)},
     "compose_symmetric": {"cpu": (torch.float32, torch.float64)},
     "compose_general": {"cpu": (torch.float32, torch.float64)},
 }
+
+# The widest last dimension of an op's first tensor that a backend's kernels take.
+WIDEST = {("spectral_attention", "triton"): 128}
 
 
 class BackendError(RuntimeError):
@@ -117,7 +120,7 @@ def use_backend(name: str | None) -> Iterator[None]:
         _Choice.forced = before
 
 
-def _device_backend(tensor: Tensor) -> str:
+def device_backend(tensor: Tensor) -> str:
     """The backend whose kernels torch's dispatcher would call for this tensor."""
     if tensor.device.type == "cpu":
         return "triton" if triton_interprets() else "cpu"
@@ -137,11 +140,22 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
     if tensor.dtype not in dtypes:
         return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
+    widest = WIDEST.get((op, name))
+    if widest is not None and tensor.shape[-1] > widest:
+        return f"it takes heads up to {widest} wide, got {tensor.shape[-1]}"
     if name == "cpu" and _extension.native is None:
         return _extension.why_missing
     if name == "triton" and not _HAS_TRITON:
         return _NO_TRITON
-    return None
+    return _gpu_obstacle(op, tensor) if name == "triton" else None
+
+
+def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
+    """AMD's consumer GPUs have no matrix instructions for float32, and without them attention's tiles are too large."""
+    if op != "spectral_attention" or tensor.dtype != torch.float32 or torch.version.hip is None:
+        return None
+    gpu = torch.cuda.get_device_properties(tensor.device).gcnArchName.partition(":")[0]
+    return None if gpu.startswith("gfx9") else f"on {gpu} it takes torch.bfloat16 and torch.float16, got {tensor.dtype}"
 
 
 _warned: set[str] = set()
@@ -161,7 +175,7 @@ def select(op: str, requested: str | None, tensor: Tensor) -> str:
         if obstacle is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
         return name
-    name = _device_backend(tensor)
+    name = device_backend(tensor)
     if name not in KERNELS[op]:
         return "reference"
     obstacle = _obstacle(op, name, tensor)

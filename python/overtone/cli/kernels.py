@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
-_HEADER = ("kernel", "tokens", "BT×BC", "warps", "dtype", "architecture", "registers", "spills", "shared", "occupancy")
+_HEADER = (
+    "kernel", "case", "tile", "warps", "stages", "dtype", "architecture", "registers", "spills", "shared", "occupancy",
+)  # fmt: skip
+_PLACE = _HEADER.index("registers")  # what comes before names a row, what follows is what it takes
 
 
 def add_parser(subparsers) -> None:
@@ -18,7 +23,11 @@ def add_parser(subparsers) -> None:
         "takes: registers per thread, bytes spilled per thread, bytes of shared memory per block, and the share of a "
         "processor's warps that can be resident. Takes minutes the first time; Triton caches what it compiled.",
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 on a spill or an exceeded limit")
+    parser.add_argument("--check", action="store_true", help="exit with 1 on a spill or an exceeded limit or budget")
+    parser.add_argument("--budget", type=Path, metavar="CSV", help="a table like this one that no kernel may exceed")
+    parser.add_argument("--write-budget", type=Path, metavar="CSV", help="write such a table")
+    parser.add_argument("--model", action="store_true", help="instead: bytes, FLOPs and roofline time of attention")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="compile so many at a time")
     parser.add_argument("--arch", action="append", metavar="NAME", help="only this one (repeatable): sm_90, gfx942, …")
     parser.add_argument("--dtype", action="append", metavar="NAME", help="only this one (repeatable): float32, …")
     parser.set_defaults(run=run)
@@ -38,23 +47,47 @@ def run(args: argparse.Namespace) -> int:
         if unknown:
             return _fail(f"{kind}: got {unknown[0]!r}, wanted one of {', '.join(known)}")
 
-    kernels = [kernel for name in dtypes for kernel in aot.kernels(by_name[name])]
-    jobs = [(kernel, name) for kernel in kernels for name in architectures]
+    if args.model:
+        _print_model()
+        return 0
+    jobs = [(name, by_name[dtype]) for name in architectures for dtype in dtypes]
     rows, problems = [], []
-    for done, (kernel, name) in enumerate(jobs):
-        label = f"{kernel.name} {str(kernel.dtype).removeprefix('torch.')} {name}"
-        _progress(f"compiling {done + 1}/{len(jobs)}  {label}")
-        usage = aot.compile(kernel, aot.ARCHITECTURES[name])
-        rows.append(_row(kernel, name, usage))
+    for kernel, name, usage in aot.compile_all(jobs, args.jobs):
+        row = _row(kernel, name, usage)
+        rows.append(row)
+        _progress(f"compiled {len(rows)}: {' '.join(row[:_PLACE])}")
         problem = usage.problem(aot.ARCHITECTURES[name])
         if problem:
-            problems.append(f"{label} {kernel.config}: {problem}")
+            problems.append(f"{' '.join(row[:_PLACE])}: {problem}")
     _progress("")
-    _print_table(rows)
+    _print_table(_HEADER, rows)
+    if args.budget is not None:
+        problems += _over_budget(rows, args.budget)
+    if args.write_budget is not None:
+        with args.write_budget.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows((_HEADER, *rows))
     for problem in problems:
         print(f"problem: {problem}")
     print(f"{len(rows)} compiled, {len(problems)} with a spill or an exceeded limit")
     return 1 if args.check and problems else 0
+
+
+def _over_budget(rows: list[tuple[str, ...]], file: Path) -> list[str]:
+    """What takes more than its row of the budget allows, and what has no row."""
+    with file.open(newline="") as lines:
+        budget = {tuple(row[:_PLACE]): row[_PLACE:] for row in csv.reader(lines)}
+    problems = []
+    for row in rows:
+        allowed = budget.get(row[:_PLACE])
+        if allowed is None:
+            problems.append(f"{' '.join(row[:_PLACE])}: not in {file}; --write-budget adds it")
+            continue
+        *sizes, occupancy = (float(cell.rstrip("%")) for cell in row[_PLACE:])
+        *most, least = (float(cell.rstrip("%")) for cell in allowed)
+        if occupancy < least or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            taken = ", ".join(f"{name} {cell}" for name, cell in zip(_HEADER[_PLACE:], row[_PLACE:], strict=True))
+            problems.append(f"{' '.join(row[:_PLACE])}: {taken}; the budget is {', '.join(allowed)}")
+    return problems
 
 
 def _obstacle() -> str | None:
@@ -71,25 +104,55 @@ def _fail(message: str) -> int:
 
 
 def _row(kernel, architecture: str, usage) -> tuple[str, ...]:
-    config = kernel.config
+    options = kernel.options
     return (
         kernel.name,
-        str(kernel.tokens),
-        f"{config.BT}×{config.BC}",
-        str(config.num_warps),
+        kernel.case,
+        kernel.tile,
+        str(options["num_warps"]),
+        str(options.get("num_stages", "")),
         str(kernel.dtype).removeprefix("torch."),
         architecture,
         str(usage.registers),
         str(usage.spills),
         str(usage.shared),
-        f"{usage.occupancy:.0%}",
+        f"{usage.occupancy:.1%}",
     )
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    for row in (_HEADER, *rows):
+def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_model() -> None:
+    """Per shape and GPU: what crosses HBM, and the time that bandwidth and peak allow, ours and eager's."""
+    import torch
+
+    from overtone.triton_kernels import attention_model as model
+
+    header = ("shape", "GPU", "mode", "launches", "MB", "eager MB", "ratio", "µs", "eager µs", "times faster")
+    rows: list[tuple[str, ...]] = []
+    for shape in model.SHAPES:
+        for name, gpu in model.GPUS.items():
+            for mode, training in (("forward", False), ("forward+backward", True)):
+                ours = model.ours(shape, torch.bfloat16, gpu.architecture, training)
+                eager = model.eager(shape, torch.bfloat16, training)
+                moved, eager_moved = (sum(cost.bytes for cost in costs) for costs in (ours, eager))
+                time, eager_time = (model.roofline(costs, gpu) for costs in (ours, eager))
+                rows.append(
+                    (
+                        shape.label, name, mode, str(len(ours)), f"{moved / 1e6:.1f}", f"{eager_moved / 1e6:.1f}",
+                        f"{moved / eager_moved:.2f}", f"{1e6 * time:.1f}", f"{1e6 * eager_time:.1f}",
+                        f"{eager_time / time:.2f}",
+                    )
+                )  # fmt: skip
+    _print_table(header, rows)
+    print(
+        "bfloat16. A model, not a measurement: every tensor crosses HBM once per launch, launches cost nothing, each "
+        "runs at the vendor's bandwidth or peak. eager: SDPA, scale, matmul, add, norms in float32."
+    )
 
 
 def _progress(text: str) -> None:

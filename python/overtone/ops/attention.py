@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overtone import reference
-from overtone.backends import select
+from overtone.backends import device_backend, select
 from overtone.ops import checks, library
 from overtone.types import FrequencyNorms
 
@@ -40,7 +40,8 @@ def spectral_attention(
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
     """Attention fused with a spectral projection: residual + concat_h(A_h V_h) · diag(eigenvalues) · basis.
 
-    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end.
+    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end; the Triton kernels
+    also round the softmax and the heads on their way into matrix instructions, as PyTorch's fused attention does.
     Under autocast query, key, value, basis and residual are cast to its dtype; eigenvalues and head_gain are not.
 
     Args:
@@ -56,7 +57,7 @@ def spectral_attention(
         head_gain: [H], AttnScale's ω, in query's dtype or float32: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages
             over the keys that take part in the row.
         return_norms: return FrequencyNorms of y too, each [B], float32 (float64), taken before y is rounded.
-        backend: "reference", "cpu", or None to choose.
+        backend: "reference", "cpu", "triton" (heads up to 128 wide), or None to choose.
 
     Returns:
         y [B, N, E] in query's dtype, or (y, FrequencyNorms); differentiable in every floating-point argument.
@@ -129,7 +130,7 @@ class _Call(NamedTuple):
         inputs = (self.query, self.key, self.value, eigenvalues, self.basis, residual, self.attn_mask)
         need_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         # The norms' gradient is taken at y before rounding.
-        need_wide = need_wide or (need_norms and need_backward)
+        need_wide = need_wide or (need_norms and need_backward and not _runs_on_triton(self.query))
         return torch.ops.overtone.spectral_attention(
             *inputs, self.is_causal, self.scale, need_norms, need_wide, need_backward
         )
@@ -144,6 +145,11 @@ class _Call(NamedTuple):
             mask = mask != -math.inf
         uniform = self._replace(query=torch.zeros_like(self.query), attn_mask=mask)  # equal logits: the mean
         return uniform._unrounded(eigenvalues)
+
+
+def _runs_on_triton(query: Tensor) -> bool:
+    """Memory traffic is what GPUs are short of: there heads, grad_y and the norms' gradient are in query's dtype."""
+    return device_backend(query) == "triton"
 
 
 def _kernel_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -180,7 +186,7 @@ def _fake(
     batch, heads, length, width = query.shape
     dtype = checks.statistics_dtype(query.dtype)
 
-    def empty(wanted: bool, *shape: int) -> Tensor:
+    def empty(wanted: bool, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return query.new_empty(shape if wanted else (0,), dtype=dtype)
 
     y = query.new_empty(batch, length, basis.shape[1])
@@ -189,7 +195,7 @@ def _fake(
         empty(need_norms, batch),
         empty(need_norms, batch),
         empty(need_wide and query.dtype != dtype, *y.shape),
-        empty(need_backward, batch, length, heads * width),
+        empty(need_backward, batch, length, heads * width, dtype=query.dtype if _runs_on_triton(query) else dtype),
         empty(need_backward, batch, heads, length, 2),
     )
 
@@ -201,7 +207,7 @@ def _fake_backward(
     grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale,
     heads, softmax_rows, needs,
 ):  # fmt: skip
-    dtype = heads.dtype
+    dtype = eigenvalues.dtype
     results = (
         (query.shape, query.dtype),
         (key.shape, query.dtype),
@@ -213,7 +219,7 @@ def _fake_backward(
     grads = tuple(
         query.new_empty(shape if needs >> bit & 1 else (0,), dtype=dtype) for bit, (shape, dtype) in enumerate(results)
     )
-    return *grads, query.new_empty((0,) if grad_low is None else y.shape, dtype=dtype)
+    return *grads, y.new_empty((0,) if grad_low is None else y.shape)
 
 
 # need_backward: whoever wants a gradient must ask for what backward needs. What is not wanted comes back empty, and so
@@ -223,15 +229,18 @@ library.define(
     " Tensor? attn_mask, bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
     " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
     fake=_fake,
+    triton="attention.forward",
 )
-# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype. y is that
-# before rounding; with the norms' gradients (both or none) total_grad is all of ∂L/∂y.
+# `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype, and y is
+# that before rounding; on Triton grad_y may have any dtype and y is rounded. With the norms' gradients (both or none)
+# total_grad is all of ∂L/∂y.
 library.define(
     "spectral_attention_backward(Tensor? grad_y, Tensor? grad_low, Tensor? grad_high, Tensor y, Tensor low,"
     " Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor? attn_mask,"
     " bool is_causal, float scale, Tensor heads, Tensor softmax_rows, int needs)"
     " -> (Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor logits, Tensor total_grad)",
     fake=_fake_backward,
+    triton="attention.backward",
 )
 
 
@@ -255,7 +264,9 @@ def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_so
     query, key, value, eigenvalues, basis, _, attn_mask, y, low, high, heads, softmax_rows = ctx.saved_tensors
     dtype = eigenvalues.dtype
     grad_wide = grad_wide if ctx.has_wide else None
-    given = [g.to(dtype) for g in (grad_y, grad_wide) if g is not None]
+    given = [g for g in (grad_y, grad_wide) if g is not None]
+    if len(given) == 2 or not _runs_on_triton(query):
+        given = [g.to(dtype) for g in given]
     grad_y = sum(given[1:], given[0]).contiguous() if given else None
     has_norms = y is not None and (grad_low is not None or grad_high is not None)
     if grad_y is None and not has_norms:
@@ -265,7 +276,7 @@ def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_so
     else:
         y, grad_low, grad_high = low, None, None  # y is not read
     if torch.is_grad_enabled():
-        return _differentiable_backward(ctx, grad_y, grad_low, grad_high)
+        return _differentiable_backward(ctx, None if grad_y is None else grad_y.to(dtype), grad_low, grad_high)
     q, k, v, lam, u, r, m = ctx.needs_input_grad[:7]
     wanted = (q, k, v, lam, u, m)
     *results, total = torch.ops.overtone.spectral_attention_backward(

@@ -1,0 +1,208 @@
+"""spectral_attention: from the op's arguments to its kernels and back (the contract is ops/attention.py).
+
+Nothing here waits for the device, so calls can be captured in a CUDA graph. Empty inputs need no case of their own: an
+empty grid is not launched, and a kernel whose loop is empty writes zeros.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from overtone.triton_kernels import attention_configs as configs
+from overtone.triton_kernels import frequency
+from overtone.triton_kernels.attention_backward import (
+    basis_gradient_kernel,
+    column_sums_kernel,
+    heads_gradient_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
+from overtone.triton_kernels.attention_forward import attention_kernel, fused_kernel, projection_kernel
+from overtone.triton_kernels.launch import architecture, launch
+
+LOG2E = 1 / math.log(2)
+
+
+class _Call:
+    """Sizes, blocks and common arguments of one call."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
+        is_causal: bool, residual: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.queries, self.width = query.shape
+        self.keys, self.channels = key.shape[2], basis.shape[1]
+        self.features = self.heads * self.width
+        self.new_empty = query.new_empty
+        self.table = configs.table(architecture(query.device), query.dtype, self.width, attn_mask is not None)
+        self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
+        self.weights = eigenvalues.contiguous(), *_strided(basis, 2)
+        self.sizes = self.heads, self.queries, self.keys
+        self.precision = {"PRECISION": _dot_precision(query)}
+        spans = [_span(x) for x in (query, key, value, basis, attn_mask, residual)]
+        spans += [self.queries * size for size in (self.features, self.channels, self.keys)]
+        self.offsets = {"WIDE": max(spans) >= 2**31, **self.precision}
+        self.head = {"D": self.width, "BD": self.table.BD, **self.offsets}
+        self.logits = {"IS_CAUSAL": is_causal, **self.head}
+
+    def empty(self, *shape: int) -> Tensor:
+        """Uninitialised, in the statistics' dtype."""
+        return self.new_empty(shape, dtype=torch.float32)
+
+    def column_sums(self, rows: Tensor, sums: Tensor, blocks: configs.Blocks) -> None:
+        grid = (triton.cdiv(sums.numel(), blocks.tile["BC"]),)
+        launch(column_sums_kernel, grid, rows, sums, rows.shape[0], sums.numel(), **blocks.meta)
+
+
+def _strided(x: Tensor | None, dimensions: int) -> tuple:
+    """A tensor and its strides as kernel arguments."""
+    return (None, *(0,) * dimensions) if x is None else (x, *x.stride())
+
+
+def _span(x: Tensor | None) -> int:
+    """How far apart in memory two elements of the last two dimensions are, at most."""
+    if x is None:
+        return 0
+    return sum(max(size - 1, 0) * stride for size, stride in zip(x.shape[-2:], x.stride()[-2:], strict=True))
+
+
+def _dot_precision(query: Tensor) -> str:
+    """How float32 is multiplied: exactly, unless torch allows TF32 (which AMD's Triton does not have)."""
+    allowed = torch.get_float32_matmul_precision() != "highest" and architecture(query.device).startswith("sm_")
+    return "tf32" if allowed and query.dtype == torch.float32 else "ieee"
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor | None,
+    attn_mask: Tensor | None, is_causal: bool, scale: float, need_norms: bool, need_wide: bool, need_backward: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The op spectral_attention: y, low, high, wide_y, heads, softmax_rows; what is not wanted comes back empty.
+
+    The norms are made of statistics that are taken where y is made, before it is rounded: y is not read again.
+    """
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, residual)
+    fused = call.table.fused(call.channels, call.keys)
+    y = query.new_empty(call.batch, call.queries, call.channels)
+    wide_y = call.empty(*y.shape) if need_wide and y.dtype != torch.float32 else None
+    keeps_heads = need_backward or fused is None
+    heads = query.new_empty(call.batch, call.queries, call.features) if keeps_heads else None
+    rows = call.empty(call.batch, call.heads, call.queries, 2) if keeps_heads else None
+    last = fused or call.table.blocks["projection"]
+    blocks = call.batch * triton.cdiv(call.queries, last.tile["BM"])  # of tokens, in the launch that makes y
+    statistics = call.empty(blocks, 4, call.channels) if need_norms else None
+    end = *_strided(residual, 3), y, wide_y, statistics
+    if fused is not None:
+        launch(
+            fused_kernel, (blocks,),
+            *call.inputs, *call.weights, *end, heads, rows, scale * LOG2E, *call.sizes, call.channels,
+            **call.logits, **fused.meta,
+        )  # fmt: skip
+    else:
+        first = call.table.attention(call.keys)
+        launch(
+            attention_kernel, (call.batch * call.heads * triton.cdiv(call.queries, first.tile["BM"]),),
+            *call.inputs, heads, rows, scale * LOG2E, *call.sizes,
+            **call.logits, **first.meta,
+        )  # fmt: skip
+        launch(
+            projection_kernel, (blocks * triton.cdiv(call.channels, last.tile["BE"]),),
+            heads, *call.weights, *end, call.queries, call.features, call.channels,
+            **call.offsets, **last.meta,
+        )  # fmt: skip
+    if statistics is None:
+        low, high = call.empty(0), call.empty(0)
+    else:
+        low, high = frequency.norms_of_statistics(statistics, call.batch)
+    wide_y = call.empty(0) if wide_y is None else wide_y
+    if not need_backward:
+        heads, rows = query.new_empty(0), call.empty(0)
+    return y, low, high, wide_y, heads, rows
+
+
+def backward(
+    grad_y: Tensor | None, grad_low: Tensor | None, grad_high: Tensor | None, y: Tensor, low: Tensor, high: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
+    is_causal: bool, scale: float, heads: Tensor, softmax_rows: Tensor, needs: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The op spectral_attention_backward: the gradients and total_grad; what is not wanted comes back empty.
+
+    grad_y is contiguous, in any dtype. The norms' gradient is added to it in one reading of y.
+    """
+    total = y.new_empty(0)
+    if grad_low is not None:
+        grad_y = total = frequency.norms_backward(grad_low, grad_high, y, low, high, None, added=grad_y)
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal)
+    logits = *query.shape[:3], call.keys
+    shapes = (query.shape, key.shape, value.shape, eigenvalues.shape, basis.shape, logits)
+    dtypes = (query.dtype,) * 3 + (torch.float32,) * 3
+    wanted = [bool(needs >> bit & 1) for bit in range(len(shapes))]
+    results = tuple(
+        query.new_empty(shape if want else (0,), dtype=dtype)
+        for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)
+    )
+    grad_q, grad_k, grad_v, grad_eigenvalues, grad_basis, grad_logits = (
+        result if want else None for result, want in zip(results, wanted, strict=True)
+    )
+    need_heads = any(wanted[bit] for bit in (0, 1, 2, 5))
+    if need_heads or grad_eigenvalues is not None:
+        grad_heads, delta = _heads_gradient(call, grad_y, heads, grad_eigenvalues, need_heads)
+    if grad_basis is not None:
+        _basis_gradient(call, grad_y, heads, grad_basis)
+    apart = call.table.blocks.get("key_value_apart")
+    blocks = apart or call.table.blocks["key_value_gradient"]
+    for wanted_now in ((grad_k, None), (None, grad_v)) if apart else ((grad_k, grad_v),):
+        if wanted_now == (None, None):
+            continue
+        launch(
+            key_value_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.keys, blocks.tile["BN"]),),
+            *call.inputs, grad_heads, softmax_rows, delta, *wanted_now, scale, scale * LOG2E, *call.sizes,
+            **call.logits, **blocks.meta,
+        )  # fmt: skip
+    if grad_q is not None or grad_logits is not None:
+        blocks = call.table.blocks["query_gradient"]
+        launch(
+            query_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.queries, blocks.tile["BM"]),),
+            *call.inputs, grad_heads, softmax_rows, delta, grad_q, grad_logits, scale, scale * LOG2E, *call.sizes,
+            **call.logits, **blocks.meta,
+        )  # fmt: skip
+    return *results, total
+
+
+def _heads_gradient(
+    call: _Call, grad_y: Tensor, heads: Tensor, grad_eigenvalues: Tensor | None, need_heads: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """∂O and δ, where they are needed; ∂λ into grad_eigenvalues, where that is given."""
+    blocks = call.table.blocks["heads_gradient"]
+    rows = call.batch * triton.cdiv(call.queries, blocks.tile["BM"])
+    grad_heads = heads.new_empty(heads.shape) if need_heads else None
+    delta = call.empty(call.batch, call.heads, call.queries) if need_heads else None
+    parts = None if grad_eigenvalues is None else call.empty(rows, call.features)
+    launch(
+        heads_gradient_kernel, (rows * call.heads,),
+        grad_y, *call.weights, heads, grad_heads, delta, parts, call.heads, call.queries, call.channels,
+        **call.head, **blocks.meta,
+    )  # fmt: skip
+    if grad_eigenvalues is not None:
+        call.column_sums(parts, grad_eigenvalues, configs.MANY_ROWS)
+    return grad_heads, delta
+
+
+def _basis_gradient(call: _Call, grad_y: Tensor, heads: Tensor, grad_basis: Tensor) -> None:
+    """∂U, over splits of all tokens that are then added up."""
+    blocks = call.table.blocks["basis_gradient"]
+    tokens = call.batch * call.queries
+    tiles = triton.cdiv(call.features, blocks.tile["BM"]) * triton.cdiv(call.channels, blocks.tile["BE"])
+    split_tokens = configs.tokens_per_split(tokens, tiles, blocks.tile["BK"])
+    splits = triton.cdiv(tokens, split_tokens)
+    parts = grad_basis if splits == 1 else call.empty(splits, *grad_basis.shape)
+    launch(
+        basis_gradient_kernel, (splits * tiles,),
+        heads, call.weights[0], grad_y, parts, tokens, call.features, call.channels, split_tokens,
+        **call.precision, **blocks.meta,
+    )  # fmt: skip
+    if splits != 1:
+        call.column_sums(parts, grad_basis, configs.FEW_ROWS)
