@@ -8,14 +8,24 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// The same matrix element of every lane is one vector. Rows of large matrices are an odd number of vectors apart: at a
-// power of two all elements of a column would share a few lines of the cache. Small ones have no gaps.
+// The same matrix element of every lane is one vector. Small matrices have no gaps. Rows of larger ones are an odd
+// number of vectors apart, or all elements of a column would share a few lines of the cache; and not about a multiple
+// of 4096 bytes, or the processor would take loads from a row for loads of what was just stored to the next.
 template <class A>
 struct LaneMatrix {
   A* data = nullptr;
   int64_t row_stride = 0;  // in elements of A
 
-  static constexpr int64_t padded_columns(int64_t columns) { return columns <= 16 ? columns : columns | 1; }
+  static constexpr int64_t padded_columns(int64_t columns) {
+    constexpr int64_t kPage = 4096 / OVERTONE_VECTOR_BYTES;
+    constexpr int64_t kApart = 9;
+    if (columns <= 16) {
+      return columns;
+    }
+    const int64_t odd = columns | 1;
+    const int64_t rest = odd % kPage;
+    return rest < kApart ? odd + kApart - rest : rest > kPage - kApart ? odd + kPage + kApart - rest : odd;
+  }
   static constexpr int64_t size(int64_t rows, int64_t columns) { return rows * padded_columns(columns) * kLanes<A>; }
 
   LaneMatrix() = default;

@@ -49,21 +49,20 @@ class Tridiagonalization {
     store_full(Vector<A>{}, t.off_diagonal + (n_ - 1) * t.stride);
   }
 
-  // Qᵀ: row c is the c-th column of Q.
+  // Qᵀ: row c is the c-th column of Q. A few columns at a time go through all reflectors, so that they stay in the
+  // first-level cache.
   void form_q(LaneMatrix<A> q) const {
     for (int64_t c = 0; c < n_; ++c) {
       for (int64_t r = 0; r < n_; ++r) {
         q.set(c, r, broadcast(A(c == r)));
       }
     }
-    for (int64_t i = 2; i < n_; ++i) {
-      int64_t c = 0;
-      for (; c + 4 <= i; c += 4) {
-        reflect<4>(i, c, q);
-      }
-      for (; c < i; ++c) {
-        reflect<1>(i, c, q);
-      }
+    int64_t c = 0;
+    for (; c + 4 <= n_; c += 4) {
+      reflect<4>(c, q);
+    }
+    for (; c < n_; ++c) {
+      reflect<1>(c, q);
     }
   }
 
@@ -195,28 +194,46 @@ class Tridiagonalization {
     }
   }
 
+  // All reflectors on columns of Q. The pass that applies one also multiplies by the next.
   template <int kColumns>
-  OVERTONE_INLINE void reflect(int64_t i, int64_t column, LaneMatrix<A> q) const {
-    const A* v = reflector(i);
-    Vector<A> dot[kColumns] = {};
-    for (int64_t r = 0; r < i; ++r) {
-      const Vector<A> vr = at(v, r);
+  OVERTONE_INLINE void reflect(int64_t column, LaneMatrix<A> q) const {
+    const LaneMatrix<A> a = a_;
+    const A* tau = tau_;
+    const int64_t n = n_;
+    Vector<A> dots[kColumns] = {};
+    const int64_t first = std::max<int64_t>(2, column + 1);  // those before it do not reach these columns
+    for (int64_t r = 0; r < std::min(first, n); ++r) {
+      add_products<kColumns>(q, column, r, first < n ? a.get(first, r) : Vector<A>{}, dots);
+    }
+    for (int64_t i = first; i < n; ++i) {
+      Vector<A> factors[kColumns];
       OVERTONE_UNROLL
       for (int k = 0; k < kColumns; ++k) {
-        dot[k] += q.get(column + k, r) * vr;
+        factors[k] = dots[k] * at(tau, i);
+        dots[k] = Vector<A>{};
       }
+      const A* v = a.at(i, 0);
+      const A* next = i + 1 < n ? a.at(i + 1, 0) : v;  // after the last one the sums are not read
+      for (int64_t r = 0; r < i; ++r) {
+        const Vector<A> vr = at(v, r);
+        const Vector<A> next_r = at(next, r);
+        OVERTONE_UNROLL
+        for (int k = 0; k < kColumns; ++k) {
+          const Vector<A> element = q.get(column + k, r) - factors[k] * vr;
+          q.set(column + k, r, element);
+          dots[k] += element * next_r;
+        }
+      }
+      add_products<kColumns>(q, column, i, at(next, i), dots);
     }
-    const Vector<A> tau = at(tau_, i);
+  }
+
+  template <int kColumns>
+  static OVERTONE_INLINE void add_products(const LaneMatrix<A>& q, int64_t column, int64_t r, Vector<A> factor,
+                                           Vector<A> (&sums)[kColumns]) {
     OVERTONE_UNROLL
     for (int k = 0; k < kColumns; ++k) {
-      dot[k] *= tau;
-    }
-    for (int64_t r = 0; r < i; ++r) {
-      const Vector<A> vr = at(v, r);
-      OVERTONE_UNROLL
-      for (int k = 0; k < kColumns; ++k) {
-        q.set(column + k, r, q.get(column + k, r) - dot[k] * vr);
-      }
+      sums[k] += q.get(column + k, r) * factor;
     }
   }
 
