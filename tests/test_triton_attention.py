@@ -101,9 +101,7 @@ def random_calls(**sizes):
     return [random_call(seed=seed, **sizes) for seed in range(4)]
 
 
-@pytest.mark.parametrize(
-    "dtype, tokens", [*((d, n) for d in DTYPES for n in (3, 65)), (DTYPES[1], 197), (DTYPES[1], 257)]
-)
+@pytest.mark.parametrize("dtype, tokens", [*((d, n) for d in DTYPES for n in (3, 65)), (torch.float16, 197)])
 def case_tokens(form, dtype, tokens):
     check(*random_calls(batch=1, queries=tokens, keys=tokens, dtype=dtype))
 

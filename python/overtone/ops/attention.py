@@ -85,7 +85,7 @@ def spectral_attention(
             )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale)
-    eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype))
+    eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
     if head_gain is None:
         y, norms = call.attend(eigenvalues, residual, return_norms)
     else:
