@@ -12,6 +12,7 @@ from kit import shapes
 
 import overtone as ot
 from overtone import _C
+from overtone.ops import spectrum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Around the kernels' blocks of channels, without samples, tokens or channels, and with no leading dimension.
@@ -66,6 +67,71 @@ def exercise_attention(size: tuple[int, ...], dtype: torch.dtype, strided: bool)
     return calls
 
 
+# (batch, n): around the lanes, the blocks of rows and the change to LAPACK; nothing in them.
+EIGH_SIZES = [(1, 1), (3, 2), (33, 3), (17, 4), (9, 8), (40, 16), (5, 17), (33, 33), (2, 70), (0, 4), (3, 0)]
+
+
+def exercise_eigh(size: tuple[int, int], dtype: torch.dtype) -> int:
+    """eigh and eigvalsh, forward and backward, every layout, equal eigenvalues and a bad member too; the calls."""
+    batch, n = size
+    calls = 0
+    for layout in shapes.LAYOUTS:
+        a = torch.randn(batch, n, n).to(dtype)
+        a[:1] = torch.eye(n)
+        a[2:3] = float("nan")
+        leaf = shapes.with_layout(a, layout).detach().requires_grad_()
+        for uplo in ("L", "U"):
+            values, vectors, _ = ot.linalg.eigh_ex(leaf, uplo, backend="cpu")
+            (values.nan_to_num().sum() + (vectors * values[..., None, :]).nan_to_num().square().sum()).backward()
+            ot.linalg.eigvalsh_ex(leaf.detach(), uplo, backend="cpu")
+            calls += 3
+    return calls
+
+
+# (batch, n): around the lanes, the blocks of reflectors and vectors, matrices reduced by rows, and LAPACK.
+EIG_SIZES = [(1, 1), (3, 2), (33, 3), (17, 4), (9, 5), (18, 21), (5, 33), (9, 81), (1, 100), (0, 4), (3, 0)]
+
+
+def exercise_eig(size: tuple[int, int], dtype: torch.dtype) -> int:
+    """eig and eigvals, forward and backward: strides, isolated eigenvalues, bad scales and members; the calls."""
+    batch, n = size
+    calls = 0
+    for layout in ("contiguous", "transposed", "offset"):
+        a = torch.randn(batch, n, n).to(dtype)
+        a[:1] = a[:1].tril()
+        a[1:2] *= torch.logspace(-6, 6, n, dtype=dtype)
+        a[2:3] = float("nan")
+        a[3:4] *= torch.finfo(dtype).tiny
+        leaf = shapes.with_layout(a, layout).detach().requires_grad_()
+        values, vectors, info = ot.linalg.eig_ex(leaf, backend="cpu")
+        (values[4:].abs().sum() + vectors[4:].abs().square().sum()).backward()
+        ot.linalg.eigvals_ex(leaf.detach(), backend="cpu")
+        ot.linalg.eigvals_ex(leaf.detach().softmax(-1), row_stochastic=True, backend="cpu")
+        calls += 4
+    return calls
+
+
+# Around the lanes' groups and the blocks of columns of QR, tall, wide, and with nothing in them.
+QR_SIZES = [(1, 1, 1), (17, 5, 5), (3, 40, 40), (2, 41, 41), (2, 7, 3), (2, 3, 7), (1, 33, 97), (1, 97, 33)]
+EMPTY_QR_SIZES = [(0, 3, 3), (2, 0, 0), (2, 3, 0), (2, 0, 3)]
+
+
+def exercise_qr(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> int:
+    """qr in every mode and, of square matrices, the weights composed of them; returns the number of calls."""
+    a = shapes.with_layout(torch.randn(size).to(dtype), layout).detach().requires_grad_()
+    calls = 2
+    for mode in ("complete", "r"):
+        ot.linalg.qr(a, mode, backend="cpu")
+    q, r = ot.linalg.qr(a, backend="cpu")
+    (q.sum() + r.mT.contiguous().mT.sum()).backward()
+    if size[-1] == size[-2]:
+        eigenvalues = torch.randn(size[:-1]).to(dtype).requires_grad_()
+        for compose in (spectrum.compose_symmetric, spectrum.compose_general):
+            compose(a, eigenvalues, backend="cpu").sum().backward()
+            calls += 2
+    return calls + 2
+
+
 def main() -> None:
     calls = 0
     for level in _C.available_isas():
@@ -75,8 +141,12 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             for mask in (None, shapes.random_mask(size[:-1], generator), torch.zeros(size[:-1], dtype=torch.bool)):
                 calls += exercise(x, mask)
+        calls += sum(exercise_eig(size, dtype) for size in EIG_SIZES for dtype in DTYPES[:2])
+        calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
+        for size, dtype in itertools.product(QR_SIZES + EMPTY_QR_SIZES, (torch.float32, torch.float64)):
+            calls += sum(exercise_qr(size, dtype, layout) for layout in shapes.LAYOUTS)
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
     print(f"{calls} calls at {', '.join(_C.available_isas())}; sanitizers: {_C.build_info()['sanitizers']}")
 

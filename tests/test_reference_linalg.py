@@ -142,8 +142,8 @@ def test_qr_of_any_rank_is_orthonormal(a):
 
 
 def test_qr_mode_is_checked():
-    with pytest.raises(ValueError, match="qr: mode: got 'r', wanted 'reduced' or 'complete'"):
-        linalg.qr(torch.eye(2), "r")
+    with pytest.raises(ValueError, match="qr: mode: got 'q', wanted 'reduced', 'complete' or 'r'"):
+        linalg.qr(torch.eye(2), "q")
 
 
 EX = [linalg.eigh_ex, linalg.eigvalsh_ex, linalg.eig_ex, linalg.eigvals_ex, linalg.qr_ex]

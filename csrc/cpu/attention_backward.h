@@ -52,7 +52,7 @@ class BackwardWorker {
         shape_(call.shape),
         padded_width_(padded_to(shape_.width, kLanes<A>)),
         block_(key_block<A>(shape_.keys, kMostKeys)),
-        long_strip_(std::min(shape_.queries, kLongStrip)),
+        long_strip_(std::clamp<int64_t>(shape_.queries, 1, kLongStrip)),
         memory_(2 * Scratch<A>::padded(shape_.width * block_) + 3 * Scratch<A>::padded(block_ * padded_width_) +
                 2 * Scratch<A>::padded(long_strip_ * block_) + 2 * Scratch<A>::padded(long_strip_ * padded_width_) +
                 Scratch<A>::padded(shape_.queries * padded_width_) + Scratch<A>::padded(shape_.queries)) {
@@ -98,15 +98,14 @@ class BackwardWorker {
   void block_backward(int64_t key, int64_t count) {
     const MatrixRows key_rows = head_rows(call_.key, call_.type, image_, head_, key);
     const MatrixRows value_rows = head_rows(call_.value, call_.type, image_, head_, key);
-    pack_columns(key_rows, count, shape_.width, keys_across_, block_);
-    pack_columns(value_rows, count, shape_.width, values_across_, block_);
+    pack_column_panels(key_rows, count, shape_.width, static_cast<A>(call_.scale * kLog2E), keys_across_);
+    pack_column_panels(value_rows, count, shape_.width, A{1}, values_across_);
     const ProductRows<A> keys(key_rows, count, shape_.width, keys_);
     const int64_t first_strip = call_.mask.causal ? key / long_strip_ * long_strip_ : 0;
     for (int64_t first = first_strip; first < shape_.queries; first += long_strip_) {
       strip_backward(first, std::min(long_strip_, shape_.queries - first), key, count, keys, first == first_strip);
     }
-    // Queries were packed times scale · log2(e): ∂K = scale · ∂logitsᵀ Q.
-    finish(call_.grad_key, grad_keys_, key, count, static_cast<A>(kLn2), first_strip >= shape_.queries);
+    finish(call_.grad_key, grad_keys_, key, count, static_cast<A>(call_.scale), first_strip >= shape_.queries);
     finish(call_.grad_value, grad_values_, key, count, A{1}, first_strip >= shape_.queries);
   }
 
@@ -123,8 +122,8 @@ class BackwardWorker {
   void strip_backward(int64_t first, int64_t rows, int64_t key, int64_t count, const ProductRows<A>& keys,
                       bool is_first_strip) {
     const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
-    pack_rows(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width,
-              static_cast<A>(call_.scale * kLog2E), queries_, padded_width_);
+    pack_rows(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width, A{1}, queries_,
+              padded_width_);
     pack_rows(head_buffer(call_.grad_heads, first), rows, shape_.width, A{1}, grads_, padded_width_);
     for (int64_t row = 0; row < rows; row += kStrip) {
       logits_backward(first, row, std::min(kStrip, rows - row), key, count, keys);
@@ -142,12 +141,12 @@ class BackwardWorker {
   // P and ∂logits of a few rows of the strip, from `row` on, and their share of ∂Q.
   void logits_backward(int64_t first, int64_t row, int64_t rows, int64_t key, int64_t count,
                        const ProductRows<A>& keys) {
-    const int key_vectors = static_cast<int>((count + kLanes<A> - 1) / kLanes<A>);
+    const int key_vectors = vectors_of<A>(count);
     const int64_t query = first + row;
     A* weights = weights_ + row * block_;
     A* grad_logits = grad_logits_ + row * block_;
-    gemm<A, Operand::rows>(rows, key_vectors, shape_.width, queries_ + row * padded_width_, padded_width_, keys_across_,
-                           block_, StoreTo<A>{weights, block_});
+    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, queries_ + row * padded_width_, padded_width_,
+                      keys_across_, StoreTo<A>{weights, block_});
     mask_logits(call_, image_, head_, query, rows, key, count, weights, block_);
     const A* softmax_rows =
         static_cast<const A*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
@@ -159,8 +158,8 @@ class BackwardWorker {
         store_full(exp2_nonpositive<A>(load_full(p) - maximum) * inverse, p);
       }
     }
-    gemm<A, Operand::rows>(rows, key_vectors, shape_.width, grads_ + row * padded_width_, padded_width_, values_across_,
-                           block_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
+    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads_ + row * padded_width_, padded_width_,
+                      values_across_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
     if (call_.grad_logits != nullptr) {
       A* out = static_cast<A*>(call_.grad_logits) +
                ((image_ * shape_.heads + head_) * shape_.queries + query) * shape_.keys + key;
@@ -192,14 +191,14 @@ class BackwardWorker {
   int64_t image_ = 0;
   int64_t head_ = 0;
   Scratch<A> memory_;
-  A* keys_across_;    // [width][block]: Kᵀ
-  A* values_across_;  // [width][block]: Vᵀ
+  A* keys_across_;    // Kᵀ times scale · log2(e), in panels
+  A* values_across_;  // Vᵀ, in panels
   A* keys_;           // [block][padded_width], where K cannot be read in place
   A* grad_keys_;      // [block][padded_width]
   A* grad_values_;    // [block][padded_width]
   A* weights_;        // [long_strip][block]: P
   A* grad_logits_;    // [long_strip][block]
-  A* queries_;        // [long_strip][padded_width], times scale · log2(e)
+  A* queries_;        // [long_strip][padded_width]
   A* grads_;          // [long_strip][padded_width]: ∂heads
   A* grad_queries_;   // [queries][padded_width]
   A* dots_;           // [queries]: rows of ∂heads · rows of heads
@@ -209,26 +208,28 @@ class BackwardWorker {
 template <class A>
 void heads_backward_items(const HeadsBackward& call, WorkQueue& queue) {
   const int64_t features = call.shape.features();
-  const int vectors = static_cast<int>(padded_to(features, kLanes<A>) / kLanes<A>);
+  const int vectors = vectors_of<A>(features);
   const int64_t tokens = call.shape.batch * call.shape.queries;
-  Scratch<A> memory(kTokenBlock * kWidestTile * kLanes<A>);
-  A* scratch = memory.take(kTokenBlock * kWidestTile * kLanes<A>);
+  Scratch<A> memory(kTokenBlock * kPanelLd<A>);
+  A* sums = memory.take(kTokenBlock * kPanelLd<A>);
+  const auto is_direct = [&](int first_vector, int width) { return (first_vector + width) * kLanes<A> <= features; };
   for (int64_t item; (item = take_item(queue)) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     const A* grad_y = static_cast<const A*>(call.grad_y) + token * call.shape.channels;
     A* out = static_cast<A*>(call.grad_heads) + token * features;
-    gemm_panels<A>(rows, vectors, call.shape.channels, grad_y, call.shape.channels, static_cast<const A*>(call.weight),
-                   scratch, [&](int first_vector, int width, const A* sums) {
-                     for (int64_t row = 0; row < rows; ++row) {
-                       for (int v = 0; v < width; ++v) {
-                         const int64_t feature = (first_vector + v) * kLanes<A>;
-                         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, features - feature));
-                         store(load_full(sums + (row * kWidestTile + v) * kLanes<A>), out + row * features + feature,
-                               lanes);
-                       }
-                     }
-                   });
+    gemm_large_panels<A>(
+        rows, vectors, call.shape.channels, grad_y, call.shape.channels, static_cast<const A*>(call.weight), sums,
+        [&](int first_vector, int width) {
+          return is_direct(first_vector, width) ? PanelTarget<A>{out + first_vector * kLanes<A>, features, nullptr, 0}
+                                                : PanelTarget<A>{sums, kPanelLd<A>, nullptr, 0};
+        },
+        [&](int first_vector, int width) {
+          if (!is_direct(first_vector, width)) {
+            const int64_t feature = first_vector * kLanes<A>;
+            unpack_rows(sums, kPanelLd<A>, rows, features - feature, A{1}, buffer_rows<A>(out, feature, features));
+          }
+        });
   }
 }
 

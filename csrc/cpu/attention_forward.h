@@ -64,14 +64,14 @@ class ForwardWorker {
         memory_(Scratch<A>::padded(shape_.width * padded_keys_) + Scratch<A>::padded(shape_.keys * padded_width_) +
                 Scratch<A>::padded(kStrip * block_) + 2 * Scratch<A>::padded(kStrip * padded_width_) +
                 (call.heads == nullptr ? Scratch<A>::padded(call.query_block * shape_.features()) : 0) +
-                Scratch<A>::padded(call.query_block * kWidestTile * kLanes<A>)) {
+                Scratch<A>::padded(call.query_block * kPanelLd<A>)) {
     keys_ = memory_.take(shape_.width * padded_keys_);
     values_ = memory_.take(shape_.keys * padded_width_);
     logits_ = memory_.take(kStrip * block_);
     queries_ = memory_.take(kStrip * padded_width_);
     outputs_ = memory_.take(kStrip * padded_width_);
     heads_ = call.heads == nullptr ? memory_.take(call.query_block * shape_.features()) : nullptr;
-    sums_ = memory_.take(call.query_block * kWidestTile * kLanes<A>);
+    sums_ = memory_.take(call.query_block * kPanelLd<A>);
   }
 
   void run(int64_t item) {
@@ -95,16 +95,19 @@ class ForwardWorker {
   static constexpr int64_t kMostKeys = 480;
 
   void attend(int64_t image, int64_t head, int64_t first_query, int64_t rows, A* heads) {
-    pack_columns(head_rows(call_.key, call_.type, image, head, 0), shape_.keys, shape_.width, keys_, padded_keys_);
-    const ProductRows<A> values(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width, values_);
     const A scale = static_cast<A>(call_.scale * kLog2E);
+    for (int64_t key = 0; key < shape_.keys; key += block_) {
+      pack_column_panels(head_rows(call_.key, call_.type, image, head, key), std::min(block_, shape_.keys - key),
+                         shape_.width, scale, keys_ + key * shape_.width);
+    }
+    const ProductRows<A> values(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width, values_);
     for (int64_t row = 0; row < rows; row += kStrip) {
       const int64_t first = first_query + row;
       const int64_t count = std::min(kStrip, rows - row);
-      pack_rows(head_rows(call_.query, call_.type, image, head, first), count, shape_.width, scale, queries_,
-                padded_width_);
+      const ProductRows<A> queries(head_rows(call_.query, call_.type, image, head, first), count, shape_.width,
+                                   queries_);
       SoftmaxRow<A> softmax[kStrip];
-      attend_strip(image, head, first, count, values, softmax, heads + row * shape_.features());
+      attend_strip(image, head, first, count, queries, values, softmax, heads + row * shape_.features());
       if (call_.softmax_rows != nullptr) {
         A* saved = static_cast<A*>(call_.softmax_rows) + 2 * ((image * shape_.heads + head) * shape_.queries + first);
         for (int64_t i = 0; i < count; ++i) {
@@ -115,18 +118,19 @@ class ForwardWorker {
     }
   }
 
-  // One strip of packed queries against all keys it sees.
-  void attend_strip(int64_t image, int64_t head, int64_t first, int64_t rows, const ProductRows<A>& values,
-                    SoftmaxRow<A>* softmax, A* heads) {
+  // One strip of queries against all keys it sees.
+  void attend_strip(int64_t image, int64_t head, int64_t first, int64_t rows, const ProductRows<A>& queries,
+                    const ProductRows<A>& values, SoftmaxRow<A>* softmax, A* heads) {
     const int64_t last_key = call_.mask.causal ? std::min(shape_.keys, first + rows) : shape_.keys;
     const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
     // One block of keys, whole vectors: the products' results go straight to where they belong.
     const bool is_direct = last_key <= block_ && shape_.width == padded_width_ && last_key > 0;
     for (int64_t key = 0; key < last_key; key += block_) {
       const int64_t count = std::min(block_, last_key - key);
-      const int key_vectors = static_cast<int>((count + kLanes<A> - 1) / kLanes<A>);
-      gemm<A, Operand::rows>(rows, key_vectors, shape_.width, queries_, padded_width_, keys_ + key, padded_keys_,
-                             StoreTo<A>{logits_, block_});
+      const int key_vectors = vectors_of<A>(count);
+      const int packed_vectors = vectors_of<A>(std::min(block_, shape_.keys - key));
+      gemm_by_panels<A>(rows, packed_vectors, key_vectors, shape_.width, queries.data, queries.ld,
+                        keys_ + key * shape_.width, StoreTo<A>{logits_, block_});
       mask_logits(call_, image, head, first, rows, key, count, logits_, block_);
       for (int64_t row = 0; row < rows; ++row) {
         softmax[row].absorb(logits_ + row * block_, key_vectors);
@@ -159,27 +163,45 @@ class ForwardWorker {
 
   // y = residual + heads · weight. The residual is added last: as the sum's start it would cost digits.
   void project(int64_t image, int64_t first, int64_t rows, const A* heads) {
-    const int vectors = static_cast<int>(padded_to(shape_.channels, kLanes<A>) / kLanes<A>);
-    gemm_panels<A>(rows, vectors, shape_.features(), heads, shape_.features(), static_cast<const A*>(call_.weight),
-                   sums_, [&](int first_vector, int width, const A* sums) {
-                     finish_panel(image, first, rows, first_vector, width, sums);
-                   });
-  }
-
-  void finish_panel(int64_t image, int64_t first, int64_t rows, int first_vector, int width, const A* sums) {
-    const int64_t begin = first_vector * kLanes<A>;
+    const int vectors = vectors_of<A>(shape_.channels);
     const int64_t token = image * shape_.queries + first;
     T* y = static_cast<T*>(call_.y) + token * shape_.channels;
-    A* wide_y = call_.wide_y == nullptr ? nullptr : static_cast<A*>(call_.wide_y) + token * shape_.channels;
     const int64_t* strides = call_.residual_strides;
     const T* residual = call_.residual == nullptr
                             ? nullptr
                             : static_cast<const T*>(call_.residual) + image * strides[0] + first * strides[1];
+    const auto is_direct = [&](int first_vector, int width) {
+      return std::is_same_v<T, A> && (first_vector + width) * kLanes<A> <= shape_.channels &&
+             (residual == nullptr || strides[2] == 1);
+    };
+    gemm_large_panels<A>(
+        rows, vectors, shape_.features(), heads, shape_.features(), static_cast<const A*>(call_.weight), sums_,
+        [&](int first_vector, int width) {
+          PanelTarget<A> target{sums_, kPanelLd<A>, nullptr, 0};
+          if constexpr (std::is_same_v<T, A>) {
+            if (is_direct(first_vector, width)) {
+              const int64_t channel = first_vector * kLanes<A>;
+              target = {y + channel, shape_.channels, residual == nullptr ? nullptr : residual + channel, strides[1]};
+            }
+          }
+          return target;
+        },
+        [&](int first_vector, int width) {
+          if (!is_direct(first_vector, width)) {
+            round_panel(token, rows, first_vector, width, residual, y);
+          }
+        });
+  }
+
+  // From sums_ to y, which has another type, or ends within a vector.
+  void round_panel(int64_t token, int64_t rows, int first_vector, int width, const T* residual, T* y) const {
+    A* wide_y = call_.wide_y == nullptr ? nullptr : static_cast<A*>(call_.wide_y) + token * shape_.channels;
+    const int64_t* strides = call_.residual_strides;
     for (int64_t row = 0; row < rows; ++row) {
       for (int v = 0; v < width; ++v) {
-        const int64_t channel = begin + v * kLanes<A>;
+        const int64_t channel = (first_vector + v) * kLanes<A>;
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, shape_.channels - channel));
-        Vector<A> sum = load_full(sums + row * kWidestTile * kLanes<A> + v * kLanes<A>);
+        Vector<A> sum = load_full(sums_ + row * kPanelLd<A> + v * kLanes<A>);
         if (residual != nullptr) {
           sum += load(residual + row * strides[1] + channel * strides[2], strides[2], lanes);
         }
@@ -197,10 +219,10 @@ class ForwardWorker {
   int64_t padded_width_;
   int64_t block_;  // keys at a time
   Scratch<A> memory_;
-  A* keys_;     // [width][padded_keys]: Kᵀ
+  A* keys_;     // Kᵀ times scale, in panels, block by block
   A* values_;   // [keys][padded_width], where V cannot be read in place
   A* logits_;   // [strip][block], then softmax weights
-  A* queries_;  // [strip][padded_width], times scale
+  A* queries_;  // [strip][padded_width], where Q cannot be read in place
   A* outputs_;  // [strip][padded_width], where the heads cannot be written at once
   A* heads_;    // [query_block][features], where backward does not need them
   A* sums_;     // [query_block][widest tile]

@@ -27,7 +27,7 @@ OVERTONE_INLINE void for_type(ElementType type, const F& f) {
 
 template <class A>
 void pack_weight_panels(const WeightPacking& call, WorkQueue& queue) {
-  const int vectors = static_cast<int>(padded_to(call.columns, kLanes<A>) / kLanes<A>);
+  const int vectors = vectors_of<A>(call.columns);
   const MatrixRows source{call.type, const_cast<void*>(call.data), call.row_stride, call.column_stride};
   const int widest = next_tile_width(vectors);
   for (int64_t item; (item = take_item(queue)) >= 0;) {

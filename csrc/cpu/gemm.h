@@ -30,6 +30,12 @@ OVERTONE_INLINE int next_tile_width(int left) {
   }
 }
 
+// Vectors that hold `columns` elements.
+template <class A>
+OVERTONE_INLINE int vectors_of(int64_t columns) {
+  return static_cast<int>((columns + kLanes<A> - 1) / kLanes<A>);
+}
+
 enum class Operand { rows, columns };  // A[i][k] at a[i·lda + k], or at a[k·lda + i]
 
 template <class A, int kRows, int kVectors, Operand kOperand, class Finish>
@@ -111,6 +117,19 @@ void gemm(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, con
   }
 }
 
+// The same with B in panels: the columns of one tile's width together, row by row. Only the panels that hold the first
+// `wanted` vectors are multiplied.
+template <class A, class Finish>
+void gemm_by_panels(int64_t rows, int vectors, int wanted, int64_t depth, const A* a, int64_t lda, const A* panels,
+                    const Finish& finish) {
+  for (int first = 0; first < wanted;) {
+    const int width = next_tile_width(vectors - first);
+    tile_column_of<A, Operand::rows>(width, rows, first, depth, a, lda, panels + first * kLanes<A> * depth,
+                                     width * kLanes<A>, finish);
+    first += width;
+  }
+}
+
 // What happens to a finished vector of C. Named types, so that all products that do the same share their code.
 template <class A>
 struct StoreTo {
@@ -133,7 +152,7 @@ struct AddTo {
   }
 };
 
-// A matrix B as gemm_panels() reads it: the columns of one tile's width together, row after row.
+// A matrix B as gemm_by_panels() reads it: the columns of one tile's width together, row after row.
 template <class A>
 struct PanelIndex {
   int64_t depth;
@@ -151,26 +170,54 @@ struct PanelIndex {
   }
 };
 
-// C = A · B with B in panels too large for the first-level cache. `panel_done(first_vector, width, sums)` gets a
-// panel's columns of C, rows kWidestTile vectors apart in `sums` (rows × kWidestTile vectors of scratch).
-template <class A, class PanelDone>
-void gemm_panels(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* panels, A* sums,
-                 const PanelDone& panel_done) {
+// Where a panel's columns of C go: c = sum + earlier sums + plus.
+template <class A>
+struct PanelTarget {
+  A* c;
+  int64_t ldc;
+  const A* plus;  // or null
+  int64_t plus_ld;
+  const A* earlier = nullptr;  // or null; gemm_large_panels() sets it
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    if (earlier != nullptr) {
+      sum += load_full(earlier + (row * kWidestTile + v) * kLanes<A>);
+    }
+    if (plus != nullptr) {
+      sum += load_full(plus + row * plus_ld + v * kLanes<A>);
+    }
+    store_full(sum, c + row * ldc + v * kLanes<A>);
+  }
+};
+
+// Of the scratch that gemm_large_panels() collects sums in: [rows][kPanelLd].
+template <class A>
+inline constexpr int64_t kPanelLd = kWidestTile * kLanes<A>;
+
+// C = A · B with B in panels too large for the first-level cache. target_of(first_vector, width) says where a panel's
+// columns of C go, which may be `sums` itself; panel_done(first_vector, width) follows when they are there.
+template <class A, class TargetOf, class PanelDone>
+void gemm_large_panels(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* panels, A* sums,
+                       const TargetOf& target_of, const PanelDone& panel_done) {
   constexpr int64_t kDepthBlock = 192;  // of a panel: that much stays in the first-level cache for all rows
-  constexpr int64_t kLd = kWidestTile * kLanes<A>;
   for (int first = 0; first < vectors;) {
     const int width = next_tile_width(vectors - first);
     const A* panel = panels + first * kLanes<A> * depth;
     const int64_t ldb = width * kLanes<A>;
-    for (int64_t k = 0; k < depth; k += kDepthBlock) {
-      const int64_t block = std::min(kDepthBlock, depth - k);
+    int64_t k = 0;
+    for (; k + kDepthBlock < depth; k += kDepthBlock) {
       if (k == 0) {
-        tile_column_of<A, Operand::rows>(width, rows, 0, block, a, lda, panel, ldb, StoreTo<A>{sums, kLd});
+        tile_column_of<A, Operand::rows>(width, rows, 0, kDepthBlock, a, lda, panel, ldb,
+                                         StoreTo<A>{sums, kPanelLd<A>});
       } else {
-        tile_column_of<A, Operand::rows>(width, rows, 0, block, a + k, lda, panel + k * ldb, ldb, AddTo<A>{sums, kLd});
+        tile_column_of<A, Operand::rows>(width, rows, 0, kDepthBlock, a + k, lda, panel + k * ldb, ldb,
+                                         AddTo<A>{sums, kPanelLd<A>});
       }
     }
-    panel_done(first, width, static_cast<const A*>(sums));
+    PanelTarget<A> target = target_of(first, width);
+    target.earlier = k == 0 ? nullptr : sums;
+    tile_column_of<A, Operand::rows>(width, rows, 0, depth - k, a + k, lda, panel + k * ldb, ldb, target);
+    panel_done(first, width);
     first += width;
   }
 }

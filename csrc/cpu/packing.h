@@ -96,14 +96,14 @@ OVERTONE_INLINE void load_transposed(const T* corner, int64_t row_stride, int64_
   transpose_square<A>(square);
 }
 
-// The transpose: width × rows, rows `ld` apart; columns from `rows` up to a whole vector are zero.
+// The transpose, scaled: width × rows, rows `ld` apart; columns from `rows` up to `ld` are zero.
 template <class A>
-void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out, int64_t ld) {
+void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
   constexpr int kSize = kLanes<A>;
   with_type<A>(source.type, [=](auto element) {
     using T = decltype(element);
-    for (int64_t i = 0; i < rows; i += kSize) {
-      const int square_rows = static_cast<int>(std::min<int64_t>(rows - i, kSize));
+    for (int64_t i = 0; i < ld; i += kSize) {
+      const int square_rows = static_cast<int>(std::clamp<int64_t>(rows - i, 0, kSize));
       for (int64_t j = 0; j < width; j += kSize) {
         const int columns = static_cast<int>(std::min<int64_t>(kSize, width - j));
         Vector<A> square[kSize];
@@ -113,11 +113,11 @@ void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out,
         if (columns == kSize) {
           OVERTONE_UNROLL
           for (int column = 0; column < kSize; ++column) {
-            store_full(square[column], out_square + column * ld);
+            store_full(square[column] * scale, out_square + column * ld);
           }
         } else {
           for (int column = 0; column < columns; ++column) {
-            store_full(square[column], out_square + column * ld);
+            store_full(square[column] * scale, out_square + column * ld);
           }
         }
       }
@@ -125,7 +125,20 @@ void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A* out,
   });
 }
 
-// One panel of gemm_panels(): columns [column, column + width) of a depth × columns matrix, row after row, rows and
+// The transpose as gemm_by_panels() reads it: rows of the source become columns, in panels.
+template <class A>
+void pack_column_panels(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out) {
+  for (int64_t row = 0; row < rows;) {
+    const int panel = next_tile_width(static_cast<int>((rows - row + kLanes<A> - 1) / kLanes<A>));
+    MatrixRows part = source;
+    part.data = static_cast<char*>(source.data) + row * source.row_stride * bytes_of(source.type);
+    const int64_t columns = panel * kLanes<A>;
+    pack_columns(part, std::min(columns, rows - row), width, scale, out + row * width, columns);
+    row += columns;
+  }
+}
+
+// One panel of gemm_by_panels(): columns [column, column + width) of a depth × columns matrix, row after row, rows and
 // columns scaled where a scale is given; zeros fill the last vectors up.
 template <class A>
 void pack_panel(const MatrixRows& source, int64_t depth, int64_t column, int64_t width, const A* row_scale,
@@ -136,7 +149,7 @@ void pack_panel(const MatrixRows& source, int64_t depth, int64_t column, int64_t
     const MatrixRows across{source.type, source.data, source.column_stride, 1};
     MatrixRows first = across;
     first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
-    pack_columns(first, width, depth, out, ld);
+    pack_columns(first, width, depth, A{1}, out, ld);
   } else {
     MatrixRows first = source;
     first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);

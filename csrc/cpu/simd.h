@@ -177,6 +177,191 @@ OVERTONE_INLINE Vector<A> first_lanes(Vector<A> v, int count, A rest) {
   return lane_numbers<A>(std::make_index_sequence<size_t{kLanes<A>}>()) < count ? v : broadcast(rest);
 }
 
+// Lane masks: what a comparison of vectors gives. A mask register with AVX-512, otherwise a vector of ones and zeros.
+// Comparisons with NaN are false.
+template <class A>
+using Bits = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
+
+#if OVERTONE_VECTOR_BYTES == 64
+template <class A>
+using MaskBits = std::conditional_t<sizeof(A) == 8, __mmask8, __mmask16>;
+#else
+template <class A>
+using MaskBits = typename VectorOf<Bits<A>>::type;
+#endif
+
+template <class A>
+struct Mask {
+  MaskBits<A> bits;
+
+  OVERTONE_INLINE Mask operator&(Mask other) const { return {static_cast<MaskBits<A>>(bits & other.bits)}; }
+  OVERTONE_INLINE Mask operator|(Mask other) const { return {static_cast<MaskBits<A>>(bits | other.bits)}; }
+  OVERTONE_INLINE Mask operator~() const { return {static_cast<MaskBits<A>>(~bits)}; }
+};
+
+template <class A>
+OVERTONE_INLINE Mask<A> no_lane() {
+  return {MaskBits<A>{}};
+}
+
+template <class A>
+OVERTONE_INLINE Mask<A> every_lane() {
+  return ~no_lane<A>();
+}
+
+#if OVERTONE_VECTOR_BYTES == 64
+OVERTONE_INLINE Mask<float> less(Vector<float> a, Vector<float> b) { return {_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)}; }
+OVERTONE_INLINE Mask<double> less(Vector<double> a, Vector<double> b) { return {_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ)}; }
+OVERTONE_INLINE Mask<float> less_equal(Vector<float> a, Vector<float> b) {
+  return {_mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)};
+}
+OVERTONE_INLINE Mask<double> less_equal(Vector<double> a, Vector<double> b) {
+  return {_mm512_cmp_pd_mask(a, b, _CMP_LE_OQ)};
+}
+OVERTONE_INLINE Mask<float> equal(Vector<float> a, Vector<float> b) { return {_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ)}; }
+OVERTONE_INLINE Mask<double> equal(Vector<double> a, Vector<double> b) {
+  return {_mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ)};
+}
+OVERTONE_INLINE Vector<float> select(Mask<float> mask, Vector<float> yes, Vector<float> no) {
+  return _mm512_mask_blend_ps(mask.bits, no, yes);
+}
+OVERTONE_INLINE Vector<double> select(Mask<double> mask, Vector<double> yes, Vector<double> no) {
+  return _mm512_mask_blend_pd(mask.bits, no, yes);
+}
+template <class A>
+OVERTONE_INLINE bool any(Mask<A> mask) {
+  return mask.bits != 0;
+}
+#else
+template <class V>
+using ElementOf = std::remove_cvref_t<decltype(V{}[0])>;
+
+template <class V, class A = ElementOf<V>>
+OVERTONE_INLINE Mask<A> less(V a, V b) {
+  return {a < b};
+}
+template <class V, class A = ElementOf<V>>
+OVERTONE_INLINE Mask<A> less_equal(V a, V b) {
+  return {a <= b};
+}
+template <class V, class A = ElementOf<V>>
+OVERTONE_INLINE Mask<A> equal(V a, V b) {
+  return {a == b};
+}
+template <class A>
+OVERTONE_INLINE Vector<A> select(Mask<A> mask, std::type_identity_t<Vector<A>> yes,
+                                 std::type_identity_t<Vector<A>> no) {
+  return mask.bits ? yes : no;
+}
+template <class A>
+OVERTONE_INLINE bool any(Mask<A> mask) {
+#if OVERTONE_VECTOR_BYTES == 32
+  return !_mm256_testz_si256((__m256i)mask.bits, (__m256i)mask.bits);
+#elif defined(__x86_64__)
+  return _mm_movemask_epi8((__m128i)mask.bits) != 0;
+#else
+  bool found = false;
+  for (int lane = 0; lane < kLanes<A>; ++lane) {
+    found |= mask.bits[lane] != 0;
+  }
+  return found;
+#endif
+}
+#endif
+
+template <class A>
+OVERTONE_INLINE bool all(Mask<A> mask) {
+  return !any(~mask);
+}
+
+// Whether one lane's bit is set; for the slow ends of kernels.
+template <class A>
+OVERTONE_INLINE bool lane_of(Mask<A> mask, int lane) {
+#if OVERTONE_VECTOR_BYTES == 64
+  return (mask.bits >> lane & 1) != 0;
+#else
+  return mask.bits[lane] != 0;
+#endif
+}
+
+OVERTONE_INLINE Vector<float> square_root(Vector<float> v) {
+#if OVERTONE_VECTOR_BYTES == 64
+  return _mm512_maskz_sqrt_ps(0xffff, v);
+#elif OVERTONE_VECTOR_BYTES == 32
+  return _mm256_sqrt_ps(v);
+#elif defined(__x86_64__)
+  return _mm_sqrt_ps(v);
+#else
+  for (int lane = 0; lane < kLanes<float>; ++lane) {
+    v[lane] = __builtin_sqrtf(v[lane]);
+  }
+  return v;
+#endif
+}
+
+OVERTONE_INLINE Vector<double> square_root(Vector<double> v) {
+#if OVERTONE_VECTOR_BYTES == 64
+  return _mm512_maskz_sqrt_pd(0xff, v);
+#elif OVERTONE_VECTOR_BYTES == 32
+  return _mm256_sqrt_pd(v);
+#elif defined(__x86_64__)
+  return _mm_sqrt_pd(v);
+#else
+  for (int lane = 0; lane < kLanes<double>; ++lane) {
+    v[lane] = __builtin_sqrt(v[lane]);
+  }
+  return v;
+#endif
+}
+
+// 1/√v to about one unit in the last place, for v > 0 that is neither subnormal nor infinite.
+template <class A>
+OVERTONE_INLINE Vector<A> reciprocal_root(Vector<A> v) {
+#if OVERTONE_VECTOR_BYTES == 64
+  // 14 bits from the machine; each of Newton's steps doubles them.
+  const auto refined = [v](Vector<A> y) { return y + A(0.5) * y * (A(1) - v * y * y); };
+  if constexpr (sizeof(A) == 8) {
+    return refined(refined(_mm512_maskz_rsqrt14_pd(0xff, v)));
+  } else {
+    return refined(_mm512_maskz_rsqrt14_ps(0xffff, v));
+  }
+#else
+  return A(1) / square_root(v);
+#endif
+}
+
+// On bits, because comparisons would lose the sign of zero and the NaN.
+template <class A>
+OVERTONE_INLINE Vector<A> with_sign_of(Vector<A> magnitude, std::type_identity_t<Vector<A>> sign) {
+  typedef typename VectorOf<Bits<A>>::type IntegerVector;
+  const IntegerVector sign_bit = IntegerVector{} + std::numeric_limits<Bits<A>>::min();
+  return (Vector<A>)(((IntegerVector)magnitude & ~sign_bit) | ((IntegerVector)sign & sign_bit));
+}
+
+template <class A>
+OVERTONE_INLINE Vector<A> absolute(Vector<A> v) {
+  return with_sign_of<A>(v, Vector<A>{});
+}
+
+// Of two lanes the larger (smaller); the second if one is NaN.
+template <class A>
+OVERTONE_INLINE Vector<A> larger(Vector<A> a, std::type_identity_t<Vector<A>> b) {
+#if OVERTONE_VECTOR_BYTES == 64
+  // GCC makes two instructions of the comparison.
+  if constexpr (sizeof(A) == 8) {
+    return _mm512_maskz_max_pd(0xff, a, b);
+  } else {
+    return _mm512_maskz_max_ps(0xffff, a, b);
+  }
+#else
+  return a > b ? a : b;
+#endif
+}
+template <class A>
+OVERTONE_INLINE Vector<A> smaller(Vector<A> a, std::type_identity_t<Vector<A>> b) {
+  return a < b ? a : b;
+}
+
 // The first `count` lanes from elements `stride` apart; the rest are zero.
 template <class T>
 OVERTONE_INLINE Vector<Accumulator<T>> load(const T* p, int64_t stride, int count) {

@@ -7,7 +7,6 @@
 namespace overtone::OVERTONE_LEVEL {
 
 constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
 
 template <class A>
 constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
@@ -59,19 +58,6 @@ void mask_logits(const AttentionInputs& call, int64_t image, int64_t head, int64
       store_full(first_lanes(load_full(last + row * ld), tail, kMinusInfinity<A>), last + row * ld);
     }
   }
-}
-
-template <class A>
-OVERTONE_INLINE Vector<A> larger(Vector<A> a, Vector<A> b) {
-#if OVERTONE_VECTOR_BYTES == 64
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_maskz_max_ps(0xffff, a, b);
-  } else {
-    return _mm512_maskz_max_pd(0xff, a, b);
-  }
-#else
-  return a > b ? a : b;
-#endif
 }
 
 // Online softmax of one row: the running maximum and sum, and what earlier sums must be multiplied with.

@@ -10,9 +10,11 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/element_type.h"
+#include "cpu/matrix_batch.h"
 
 namespace overtone {
 
@@ -66,6 +68,30 @@ inline std::vector<int64_t> leading_offsets(const Tensor& tensor, int64_t dims) 
     offsets = std::move(next);
   }
   return offsets;
+}
+
+// The matrices of a tensor [..., rows, columns]; keeps the offsets alive that the batch points to.
+struct MatricesView {
+  std::vector<int64_t> offsets;
+  MatrixBatch batch;
+
+  explicit MatricesView(const Tensor& tensor) : offsets(leading_offsets(tensor, tensor.dim() - 2)) {
+    batch.data = tensor.data_ptr();
+    batch.row_stride = tensor.stride(-2);
+    batch.column_stride = tensor.stride(-1);
+    batch.offsets = offsets.data();
+    batch.count = static_cast<int64_t>(offsets.size());
+  }
+};
+
+// "(1, 2)" for the flat index of a matrix in a batch of these sizes.
+inline std::string member_name(int64_t member, const std::vector<int64_t>& sizes) {
+  std::string name;
+  for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
+    name = std::to_string(member % *size) + (name.empty() ? (sizes.size() == 1 ? "," : "") : ", ") + name;
+    member /= *size;
+  }
+  return sizes.empty() ? "" : " (" + name + ")";
 }
 
 }  // namespace overtone

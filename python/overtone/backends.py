@@ -26,6 +26,11 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
+    "eig": {"cpu": (torch.float32, torch.float64)},
+    "eigh": {"cpu": (torch.float32, torch.float64)},
+    "qr": {"cpu": (torch.float32, torch.float64)},
+    "compose_symmetric": {"cpu": (torch.float32, torch.float64)},
+    "compose_general": {"cpu": (torch.float32, torch.float64)},
 }
 
 # The widest last dimension of an op's first tensor that a backend's kernels take.

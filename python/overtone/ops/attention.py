@@ -105,19 +105,21 @@ class _Call(NamedTuple):
     scale: float
 
     def attend(self, eigenvalues: Tensor, residual: Tensor | None, return_norms: bool) -> tuple[Tensor, FrequencyNorms]:
+        """y and its norms, which are empty where they are not wanted."""
         y, low, high, *_ = self._run(eigenvalues, residual, need_norms=return_norms)
         return y, FrequencyNorms(low, high)
 
     def attend_with_gain(
         self, eigenvalues: Tensor, head_gain: Tensor, residual: Tensor | None, return_norms: bool
-    ) -> tuple[Tensor, FrequencyNorms | None]:
+    ) -> tuple[Tensor, FrequencyNorms]:
         """AttnScale: (1 + ω_h) A_h − ω_h Π in place of A_h, by linearity: a part with A, and a part with Π."""
         gain = head_gain.to(eigenvalues.dtype).repeat_interleave(self.query.shape[-1])
         wide = self._unrounded(eigenvalues * (1 + gain)) - self._mean_of_values(eigenvalues * gain)
         if residual is not None:
             wide = wide + residual
-        norms = FrequencyNorms(*torch.ops.overtone.frequency_norms(wide, None)) if return_norms else None
-        return wide.to(self.query.dtype), norms
+        nothing = wide.new_empty(0)
+        norms = torch.ops.overtone.frequency_norms(wide, None) if return_norms else (nothing, nothing)
+        return wide.to(self.query.dtype), FrequencyNorms(*norms)
 
     def _unrounded(self, eigenvalues: Tensor) -> Tensor:
         """y without a residual, before it is rounded."""
@@ -312,3 +314,4 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
 
 
 library.differentiable("spectral_attention", setup=_save, backward=_backward)
+library.without_vmap("spectral_attention", "put the mapped dimension into the batch dimension of query, key and value")

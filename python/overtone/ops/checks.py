@@ -128,3 +128,24 @@ def optional_number(function: str, name: str, value: object) -> float | None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise _error(function, name, value, "a number, or None")
     return float(value)
+
+
+def matrices(function: str, name: str, A: object, *, square: bool = False) -> Tensor:
+    """A floating-point or complex tensor [..., m, n], or [..., n, n] where it must be square."""
+    shape = "[..., n, n]" if square else "[..., m, n]"
+    if (
+        not isinstance(A, Tensor)
+        or not (A.is_floating_point() or A.is_complex())
+        or A.dim() < 2
+        or (square and A.shape[-1] != A.shape[-2])
+    ):
+        raise _error(function, name, A, f"a floating-point or complex tensor {shape}")
+    if A.layout != torch.strided:
+        raise _error(function, name, A, f"a dense (strided) tensor, not {A.layout}")
+    return A
+
+
+def one_of(function: str, name: str, value: object, wanted: tuple[str, ...]) -> str:
+    if value not in wanted:
+        raise ValueError(f"{function}: {name}: got {value!r}, wanted {' or '.join(map(repr, wanted))}")
+    return str(value)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from overtone.backends import triton_interprets
+from overtone.reference.linalg import raise_unsolved
 
 LIBRARY = torch.library.Library("overtone", "DEF")
 
@@ -23,6 +24,25 @@ def define(schema: str, *, fake: Callable, triton: str | None = None) -> None:
     torch.library.register_fake(f"overtone::{name}", fake, lib=LIBRARY)
     if triton is not None:
         LIBRARY.impl(name, _launcher(triton), "CPU" if triton_interprets() else "CUDA")
+
+
+def define_raising(schema: str, *, solver: str, fake: Callable) -> None:
+    """Define a solver's strict form: op `solver` (…) -> (…, info), but a matrix that was not solved raises.
+
+    It takes the solver's arguments and, last, the function to name in the error. An op of its own, opaque to
+    torch.compile, so that it raises there too.
+    """
+
+    def solve(*args):
+        *inputs, function = args
+        results = getattr(torch.ops.overtone, solver)(*inputs)
+        raise_unsolved(function, results[-1])
+        return results
+
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    torch.library.register_fake(f"overtone::{name}", lambda *args: fake(*args[:-1]), lib=LIBRARY)
+    LIBRARY.impl(name, solve, "CompositeExplicitAutograd")
 
 
 def _launcher(path: str) -> Callable:
@@ -38,6 +58,15 @@ def _launcher(path: str) -> Callable:
 def differentiable(name: str, *, setup: Callable, backward: Callable) -> None:
     """Give op `name` its gradient."""
     torch.library.register_autograd(f"overtone::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def without_vmap(name: str, instead: str) -> None:
+    """Make torch.vmap of op `name` raise: torch would run it in a slow loop. `instead` says what to do."""
+
+    def refuse(info, in_dims, *args):
+        raise NotImplementedError(f"overtone::{name} does not support torch.vmap: {instead}")
+
+    torch.library.register_vmap(f"overtone::{name}", refuse, lib=LIBRARY)
 
 
 def differentiable_gradient(function: Callable, inputs: tuple, grads: tuple) -> tuple:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NOT_STOCHASTIC = 2  # an info: the rows were promised to sum to one, and do not
+
 
 class EighResult(NamedTuple):
     eigenvalues: Tensor
@@ -71,16 +73,19 @@ def eig(A: Tensor) -> EigResult:
     return EigResult(*_checked("eig", eig_ex(A)))
 
 
-def eigvals(A: Tensor) -> Tensor:
-    """The eigenvalues of square matrices, complex, in no particular order."""
-    return _checked("eigvals", eigvals_ex(A))[0]
+def eigvals(A: Tensor, *, row_stochastic: bool = False) -> Tensor:
+    """The eigenvalues of square matrices, complex, in no particular order.
+
+    row_stochastic: the rows of A sum to one; the eigenvalue nearest to 1 comes first.
+    """
+    return _checked("eigvals", eigvals_ex(A, row_stochastic=row_stochastic))[0]
 
 
 def qr(A: Tensor, mode: str = "reduced") -> QRResult:
     """A = QR with diag(R) > 0, which makes it unique: Q [..., m, k], R [..., k, n], k = min(m, n).
 
     Where the leading columns of A are linearly dependent R has zeros (or rounding) on its diagonal, and Q is one of
-    many; it is orthonormal all the same. mode="complete": Q [..., m, m].
+    many; it is orthonormal all the same. mode="complete": Q [..., m, m]. mode="r": R alone, and an empty Q.
     """
     return QRResult(*_checked("qr", qr_ex(A, mode)))
 
@@ -97,13 +102,34 @@ def eig_ex(A: Tensor) -> EigExResult:
     return EigExResult(*_solve(torch.linalg.eig, A, A))
 
 
-def eigvals_ex(A: Tensor) -> EigvalsExResult:
-    return EigvalsExResult(*_solve(lambda A: (torch.linalg.eigvals(A),), A, A))
+def eigvals_ex(A: Tensor, *, row_stochastic: bool = False) -> EigvalsExResult:
+    values, info = _solve(lambda A: (torch.linalg.eigvals(A),), A, A)
+    if row_stochastic:
+        is_bad = (info == 0) & ~rows_sum_to_one(A)
+        values, info = perron_first(_poison(values, is_bad)), info.masked_fill(is_bad, NOT_STOCHASTIC)
+    return EigvalsExResult(values, info)
+
+
+def perron_first(values: Tensor) -> Tensor:
+    """The eigenvalue nearest to 1, then the others in their order."""
+    if values.shape[-1] == 0:
+        return values
+    perron = (values.detach() - 1).abs().argmin(-1, keepdim=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    return values.gather(-1, torch.where(place == 0, perron, place - (place <= perron).long()))
+
+
+def rows_sum_to_one(A: Tensor) -> Tensor:
+    tolerance = 2 * A.shape[-1] * torch.finfo(A.dtype).eps
+    return ((A.sum(-1) - 1).abs() <= tolerance).all(-1)
 
 
 def qr_ex(A: Tensor, mode: str = "reduced") -> QRExResult:
-    if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr: mode: got {mode!r}, wanted 'reduced' or 'complete'")
+    if mode not in ("reduced", "complete", "r"):
+        raise ValueError(f"qr: mode: got {mode!r}, wanted 'reduced', 'complete' or 'r'")
+    if mode == "r":
+        _, R, info = qr_ex(A)
+        return QRExResult(R.new_empty(0), R, info)
     return QRExResult(*_solve(lambda A: _positive_qr(A, mode), A, A))
 
 
@@ -163,11 +189,19 @@ def _solve_one(solver: Callable, matrix: Tensor) -> tuple[Tensor, ...] | None:
 
 def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     *results, info = outcome
-    if info.any():
-        members = [tuple(index) for index in info.nonzero().tolist()]
-        which = f" {', '.join(map(str, members[:5]))}" if info.dim() > 0 else ""
-        more = f" and {len(members) - 5} more" if len(members) > 5 else ""
-        raise torch.linalg.LinAlgError(
-            f"{function}: A: matrix{which}{more} is not finite or did not converge; {function}_ex solves the others"
-        )
+    raise_unsolved(function, info)
     return tuple(results)
+
+
+def raise_unsolved(function: str, info: Tensor) -> None:
+    """Raise LinAlgError if any matrix has an info other than zero, and name the first few."""
+    _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
+    _raise_for(function, info != 0, "is not finite or did not converge")
+
+
+def _raise_for(function: str, is_bad: Tensor, what: str) -> None:
+    if is_bad.any():
+        members = [tuple(index) for index in is_bad.nonzero().tolist()]
+        which = f" {', '.join(map(str, members[:5]))}" if is_bad.dim() > 0 else ""
+        more = f" and {len(members) - 5} more" if len(members) > 5 else ""
+        raise torch.linalg.LinAlgError(f"{function}: A: matrix{which}{more} {what}; {function}_ex solves the others")

@@ -1,0 +1,79 @@
+// Nonsymmetric eigenproblems on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
+#include "cpu/eig.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "cpu/eig_lapack.h"
+#include "cpu/isa.h"
+#include "cpu/tensor.h"
+
+namespace overtone {
+namespace {
+
+constexpr int64_t kLargestForLanes = 512;
+constexpr int64_t kLargest = 4000;  // beyond it float32 cannot count the elements of a packed matrix
+
+const EigKernels& kernels(const char* op) {
+#if defined(__x86_64__)
+  static const EigKernels* const table[kIsaCount] = {&baseline::eig_kernels, &avx2::eig_kernels, &avx512::eig_kernels};
+#else
+  static const EigKernels* const table[kIsaCount] = {&baseline::eig_kernels, nullptr, nullptr};
+#endif
+  const EigKernels& chosen = for_current_isa(table);
+  note_kernel(op, chosen.level);
+  return chosen;
+}
+
+// Whether a matrix per lane is faster than LAPACK. Measured: a group takes as long as LAPACK takes for about n/90
+// matrices, whatever the lanes. Threads must not matter, or they would change the bits.
+bool is_for_lanes(const Eig& call, int64_t groups) {
+  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * 90;
+}
+
+// What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the
+// right ones are one.
+std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic, bool right, bool left) {
+  constexpr const char* op = "eig";
+  STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
+  STD_TORCH_CHECK(a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double, op,
+                  ": A must be float32 or float64");
+  STD_TORCH_CHECK(a.size(-1) <= kLargest, op, ": A must have at most ", kLargest, " rows");
+  const MatricesView matrices(a);
+  Eig call;
+  call.matrices = matrices.batch;
+  call.n = a.size(-1);
+  call.is_float64 = a.scalar_type() == ScalarType::Double;
+  call.row_stochastic = row_stochastic;
+  const ScalarType complex_type = call.is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
+  const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
+  const std::vector<int64_t> of_values(shape.begin(), shape.end() - 1), leading(shape.begin(), shape.end() - 2);
+  Tensor values = torch::stable::new_empty(a, of_values, complex_type);
+  Tensor right_vectors = torch::stable::new_empty(a, right ? shape : none, complex_type);
+  Tensor left_vectors = torch::stable::new_empty(a, right && left ? shape : none, complex_type);
+  Tensor info = torch::stable::new_empty(a, leading, ScalarType::Int);
+  call.eigenvalues = values.data_ptr();
+  call.right = right ? right_vectors.data_ptr() : nullptr;
+  call.left = right && left ? left_vectors.data_ptr() : nullptr;
+  call.info = static_cast<int32_t*>(info.data_ptr());
+  if (call.n == 0) {
+    std::fill_n(call.info, call.matrices.count, kSolved);
+  } else if (call.matrices.count > 0) {
+    const auto& run = kernels(op);
+    const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
+    if (row_stochastic || is_for_lanes(call, groups)) {
+      const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
+      torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { run.eig(call, begin, end); });
+    } else {
+      note_kernel(op, "lapack");
+      solve_by_lapack(call, run, a);
+    }
+  }
+  return {values, right_vectors, left_vectors, info};
+}
+
+}  // namespace
+}  // namespace overtone
+
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) { m.impl("eig_ex", TORCH_BOX(&overtone::eig_ex)); }

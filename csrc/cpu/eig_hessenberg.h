@@ -1,0 +1,295 @@
+// Householder reduction to Hessenberg form, in one pass over memory per column.
+//
+// The same code reduces kLanes interleaved matrices (S, what a number is, is a vector: one number per lane) or one
+// matrix stored by rows (S is A, and a vector holds neighbours of a row). Interleaved is best while a group fits into
+// the cache; beyond that a matrix at a time.
+#pragma once
+
+#include "cpu/eig_matrix.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// On plain numbers what simd.h has on vectors.
+template <class A>
+  requires std::is_floating_point_v<A>
+OVERTONE_INLINE bool less(A a, A b) {
+  return a < b;
+}
+template <class A>
+  requires std::is_floating_point_v<A>
+OVERTONE_INLINE A select(bool condition, A yes, A no) {
+  return condition ? yes : no;
+}
+OVERTONE_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+OVERTONE_INLINE double square_root(double x) { return __builtin_sqrt(x); }
+OVERTONE_INLINE bool any(bool condition) { return condition; }
+
+template <class A, class S>
+struct NumberTraits;
+
+template <class A>
+struct NumberTraits<A, Vector<A>> {
+  using Flag = Mask<A>;
+  static constexpr int kPerVector = 1;
+  static OVERTONE_INLINE Flag none() { return no_lane<A>(); }
+  static OVERTONE_INLINE Flag negated(Flag flag) { return ~flag; }
+  static OVERTONE_INLINE Vector<A> magnitude(Vector<A> x) { return absolute<A>(x); }
+  static OVERTONE_INLINE Vector<A> maximum(Vector<A> a, Vector<A> b) { return larger<A>(a, b); }
+  static OVERTONE_INLINE Vector<A> spread(Vector<A> x) { return x; }
+  static OVERTONE_INLINE Vector<A> total(Vector<A> x) { return x; }
+};
+
+template <class A>
+struct NumberTraits<A, A> {
+  using Flag = bool;
+  static constexpr int kPerVector = kLanes<A>;
+  static OVERTONE_INLINE Flag none() { return false; }
+  static OVERTONE_INLINE Flag negated(Flag flag) { return !flag; }
+  static OVERTONE_INLINE A magnitude(A x) { return x < 0 ? -x : x; }
+  static OVERTONE_INLINE A maximum(A a, A b) { return a > b ? a : b; }
+  static OVERTONE_INLINE Vector<A> spread(A x) { return broadcast<A>(x); }
+  static OVERTONE_INLINE A total(Vector<A> x) { return sum_of_lanes<A>(x); }
+};
+
+// P A P with P = I − tau v vᵀ is the rank-two update A − v wᵀ − z vᵀ, w = tau vᵀA, z = tau A v − (tau vᵀ(tau A v)) v.
+// The pass that applies it also forms vᵀA and A v of the next column's reflector, so A is read and written once.
+template <class A, class S>
+class Hessenberg {
+ public:
+  using V = Vector<A>;
+  using Traits = NumberTraits<A, S>;
+  using Flag = typename Traits::Flag;
+
+  // `a`: n rows, `stride` vectors apart; what fills a row's last vector must be zero. `work`: work_size(n) vectors.
+  // `taus`: n numbers, or null if the reflectors are not kept below the subdiagonal.
+  Hessenberg(V* a, int64_t n, int64_t stride, V* work, S* taus)
+      : a_(a), n_(n), stride_(stride), width_(vectors(n)), taus_(taus) {
+    V** parts[] = {&v_, &w_, &z_, &next_v_, &next_w_, &next_z_};
+    for (V** part : parts) {
+      *part = work;
+      work += width_;
+    }
+  }
+
+  static constexpr int64_t vectors(int64_t n) { return (n + Traits::kPerVector - 1) / Traits::kPerVector; }
+  static constexpr int64_t work_size(int64_t n) { return 6 * vectors(n); }
+
+  // Matrices `perron` have the eigenvector (1, …, 1): a reflector takes it to the first axis, and its eigenvalue to the
+  // corner, below which there is nothing then.
+  void run(Flag perron) {
+    for (int64_t i = 0; i < width_; ++i) {
+      v_[i] = w_[i] = z_[i] = next_v_[i] = next_w_[i] = next_z_[i] = V{};
+    }
+    if (any(perron)) {
+      reflect_ones(perron);
+    }
+    split_ = perron;
+    // Step k applies the reflector of column k − 1 and prepares that of column k.
+    for (int64_t k = 0; k + 1 < n_; ++k) {
+      const bool has_next = k + 2 < n_;
+      const S tau = has_next ? next_reflector(k) : S{};
+      update(k, has_next);
+      if (has_next) {
+        finish(k, tau);
+      }
+      split_ = Traits::none();
+    }
+  }
+
+ private:
+  OVERTONE_INLINE S& at(int64_t i, int64_t j) const { return reinterpret_cast<S*>(a_ + i * stride_)[j]; }
+  static OVERTONE_INLINE S& number(V* vectors, int64_t i) { return reinterpret_cast<S*>(vectors)[i]; }
+
+  // The pending update becomes that of the reflector from (1, …, 1) to −√n (1, 0, …).
+  void reflect_ones(Flag matrices) {
+    const S zero{}, one = zero + 1;
+    const S root = square_root(zero + static_cast<A>(n_));
+    for (int64_t i = 0; i < n_; ++i) {
+      number(next_v_, i) = i == 0 ? one : one / (one + root);
+    }
+    for (int64_t i = 0; i < n_; ++i) {
+      const V* row = a_ + i * stride_;
+      const V factor = Traits::spread(number(next_v_, i));
+      V sum{};
+      for (int64_t j = 0; j < width_; ++j) {
+        sum += row[j] * next_v_[j];
+        next_w_[j] += factor * row[j];
+      }
+      number(next_z_, i) = Traits::total(sum);
+    }
+    set_pending(0, select(matrices, one + one / root, zero));
+  }
+
+  // The reflector that clears column k below the subdiagonal, from the column as the pending update leaves it.
+  S next_reflector(int64_t k) {
+    const S zero{}, one = zero + 1;
+    const S w = number(w_, k), v = number(v_, k);
+    S size = zero;
+    for (int64_t i = k + 1; i < n_; ++i) {
+      const S x = at(i, k) - number(v_, i) * w - number(z_, i) * v;
+      number(next_v_, i) = x;
+      size = Traits::maximum(size, Traits::magnitude(x));
+    }
+    const Flag some = less(zero + kNothing<A>, size);
+    const S scale = select(some, size, one), per_scale = one / scale;
+    const S x = number(next_v_, k + 1) * per_scale;
+    S squares = zero;
+    for (int64_t i = k + 2; i < n_; ++i) {
+      const S part = number(next_v_, i) * per_scale;
+      squares += part * part;
+    }
+    const Flag on = some & less(zero, squares) & Traits::negated(split_);
+    const S length = square_root(x * x + squares);
+    const S alpha = select(on, select(less(x, zero), length, -length), one);
+    const S per_difference = select(on, per_scale / select(on, x - alpha, one), zero);
+    for (int64_t i = k + 2; i < n_; ++i) {
+      number(next_v_, i) *= per_difference;
+    }
+    subdiagonal_ = select(split_, zero, select(on, alpha * scale, number(next_v_, k + 1)));
+    number(next_v_, k + 1) = one;
+    number(next_v_, k) = zero;
+    return select(on, (alpha - x) / alpha, zero);
+  }
+
+  // Applies the pending update to columns from k on and forms next_z = A next_v, next_w = next_vᵀ A.
+  void update(int64_t k, bool has_next) {
+    for (int64_t j = k / Traits::kPerVector; j < width_; ++j) {
+      next_w_[j] = V{};
+      if (!has_next) {
+        next_v_[j] = V{};
+      }
+    }
+    update_rows<false>(0, k, k);  // these have no part in v
+    update_rows<true>(k, n_, k);
+  }
+
+  template <bool left>
+  void update_rows(int64_t begin, int64_t end, int64_t k) {
+    int64_t i = begin;
+    for (; i + 4 <= end; i += 4) {
+      update_block<4, left>(i, k);
+    }
+    for (; i < end; ++i) {
+      update_block<1, left>(i, k);
+    }
+  }
+
+  // Columns before k share a vector with column k in the stored-by-rows case: v and w are zero there.
+  template <int rows, bool left>
+  OVERTONE_INLINE void update_block(int64_t i, int64_t k) {
+    V v[rows], z[rows], next_v[rows], sum[rows];
+    OVERTONE_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      v[r] = Traits::spread(number(v_, i + r));
+      z[r] = Traits::spread(number(z_, i + r));
+      next_v[r] = i + r > k ? Traits::spread(number(next_v_, i + r)) : V{};
+      sum[r] = V{};
+    }
+    V* row = a_ + i * stride_;
+    for (int64_t j = k / Traits::kPerVector; j < width_; ++j) {
+      const V v_j = v_[j], next_j = next_v_[j];
+      V w_j{}, next_w{};
+      if constexpr (left) {
+        w_j = w_[j];
+        next_w = next_w_[j];
+      }
+      OVERTONE_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        V& element = row[r * stride_ + j];
+        V x = element - z[r] * v_j;
+        if constexpr (left) {
+          x -= v[r] * w_j;
+          next_w += next_v[r] * x;
+        }
+        element = x;
+        sum[r] += x * next_j;
+      }
+      if constexpr (left) {
+        next_w_[j] = next_w;
+      }
+    }
+    OVERTONE_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      number(next_z_, i + r) = Traits::total(sum[r]);
+    }
+  }
+
+  // Column k takes its final form, and the next update becomes the pending one.
+  void finish(int64_t k, S tau) {
+    at(k + 1, k) = subdiagonal_;
+    for (int64_t i = k + 2; i < n_; ++i) {
+      at(i, k) = taus_ != nullptr ? number(next_v_, i) : S{};
+    }
+    if (taus_ != nullptr) {
+      taus_[k] = tau;
+    }
+    set_pending(k + 1, tau);
+  }
+
+  // From next_v, which begins at `begin`, A next_v and next_vᵀ A.
+  void set_pending(int64_t begin, S tau) {
+    S product{};
+    for (int64_t i = begin; i < n_; ++i) {
+      product += number(next_v_, i) * number(next_z_, i);
+    }
+    const S gamma = tau * tau * product;
+    for (int64_t i = 0; i < n_; ++i) {
+      const bool has_part = i >= begin;
+      number(v_, i) = has_part ? number(next_v_, i) : S{};
+      number(w_, i) = has_part ? tau * number(next_w_, i) : S{};
+      number(z_, i) = tau * number(next_z_, i) - gamma * number(v_, i);
+    }
+  }
+
+  V* a_;
+  int64_t n_, stride_, width_;
+  V *v_, *w_, *z_, *next_v_, *next_w_, *next_z_;
+  S* taus_;
+  S subdiagonal_;
+  Flag split_;  // where nothing is below the next column's diagonal
+};
+
+// The product of the reflectors that `Hessenberg` left below the subdiagonal, in their place, and a column of zeros
+// beside it, as in HessenbergLanes. `work`: 2 n vectors.
+template <class A>
+void accumulate_reflectors(DenseLanes<A> a, const Vector<A>* taus, Vector<A>* work) {
+  using V = Vector<A>;
+  const int64_t n = a.n;
+  const V zero{}, one = zero + 1;
+  V *v = work, *w = work + n;
+  const auto clear_cross = [&](int64_t k) {
+    for (int64_t i = k; i < n; ++i) {
+      a.row(k)[i] = a.row(i)[k] = zero;
+    }
+    a.row(k)[k] = one;
+  };
+  for (int64_t i = 0; i < n; ++i) {
+    a.row(i)[n] = zero;
+  }
+  clear_cross(n - 1);
+  for (int64_t k = n - 2; k >= 0; --k) {
+    const int64_t begin = k + 1;  // rows and columns that reflector k acts on
+    if (begin + 1 < n) {
+      v[begin] = one;
+      w[begin] = zero;
+      for (int64_t i = begin + 1; i < n; ++i) {
+        v[i] = a.row(i)[k];
+        w[i] = zero;
+      }
+      for (int64_t i = begin; i < n; ++i) {
+        for (int64_t j = begin; j < n; ++j) {
+          w[j] += v[i] * a.row(i)[j];
+        }
+      }
+      for (int64_t i = begin; i < n; ++i) {
+        const V factor = taus[k] * v[i];
+        for (int64_t j = begin; j < n; ++j) {
+          a.row(i)[j] -= factor * w[j];
+        }
+      }
+    }
+    clear_cross(k);
+  }
+}
+
+}  // namespace overtone::OVERTONE_LEVEL

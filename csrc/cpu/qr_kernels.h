@@ -1,0 +1,158 @@
+// The QR kernels, written once and compiled for every ISA level.
+#pragma once
+
+#include "cpu/householder.h"
+#include "cpu/qr.h"
+#include "cpu/qr_lanes.h"
+#include "cpu/triangular.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+template <class A>
+void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
+  if (call.is_small()) {
+    LaneQr<A> lanes(call);
+    const int64_t last = std::min(call.a.count, end * kQrGroup);
+    for (int64_t first = begin * kQrGroup; first < last; first += kLanes<A>) {
+      lanes.run(first);
+    }
+    return;
+  }
+  Householder<A> householder(call.rows, call.columns, call.q_columns);
+  for (int64_t member = begin; member < end; ++member) {
+    const bool is_finite = householder.load(member_rows<A>(call.a, member));
+    call.info[member] = is_finite ? 0 : 1;
+    if (!is_finite) {
+      poison_results<A>(call, member);
+      continue;
+    }
+    householder.factor();
+    householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
+    if (call.q_columns > 0) {
+      householder.store_q(static_cast<A*>(call.q) + member * call.rows * call.q_columns);
+    }
+  }
+}
+
+// The gradient of one matrix after the other, in buffers that all of them use.
+template <class A>
+class QrGradient {
+ public:
+  explicit QrGradient(const QrBackward& call)
+      : call_(call),
+        rows_(call.rows),
+        columns_(call.columns),
+        ld_(padded_stride<A>(call.rows)),
+        ld_square_(padded_stride<A>(call.columns)),
+        scratch_(Scratch<A>::padded(columns_ * ld_) + Scratch<A>::padded(columns_ * ld_square_) +
+                 Scratch<A>::padded(rows_ * kPanelColumns<A>)),
+        x_(scratch_.take(columns_ * ld_)),
+        c_(scratch_.take(columns_ * ld_square_)),
+        panel_(scratch_.take(rows_ * kPanelColumns<A>)) {}
+
+  void run(int64_t member) {
+    const A* q = static_cast<const A*>(call_.q) + member * rows_ * columns_;
+    const A* r = static_cast<const A*>(call_.r) + member * columns_ * columns_;
+    A* grad_a = static_cast<A*>(call_.grad_a) + member * rows_ * columns_;
+    call_.singular[member] = 0;
+    for (int64_t j = 0; j < columns_; ++j) {
+      const A diagonal = r[j * columns_ + j];
+      if (std::isnan(diagonal)) {
+        std::fill(grad_a, grad_a + rows_ * columns_, A{0});
+        return;
+      }
+      call_.singular[member] |= diagonal == 0;
+    }
+    load_grad_q(member);
+    make_lower(member, q, r);
+    mirror_lower(c_, ld_square_, columns_);
+    add_product(q);
+    for (int64_t column = 0; column < rows_; column += kPanelColumns<A>) {
+      solve_triangular<A, Triangle::upper>(r, columns_, columns_, x_ + column, ld_,
+                                           std::min(kPanelColumns<A>, rows_ - column));
+    }
+    store_transposed(x_, ld_, columns_, rows_, grad_a, columns_, [](int64_t, int64_t, Vector<A> v) { return v; });
+  }
+
+ private:
+  void load_grad_q(int64_t member) {
+    if (call_.grad_q.data == nullptr) {
+      std::fill(x_, x_ + columns_ * ld_, A{0});
+      return;
+    }
+    const MatrixRows grad_q = member_rows<A>(call_.grad_q, member);
+    pack_block(transposed(grad_q), 0, 0, columns_, rows_, x_, ld_);
+  }
+
+  // The lower triangle of R ∂Rᵀ − ∂Qᵀ Q.
+  void make_lower(int64_t member, const A* q, const A* r) {
+    std::fill(c_, c_ + columns_ * ld_square_, A{0});
+    if (call_.grad_r.data != nullptr) {
+      const MatrixRows grad_r = member_rows<A>(call_.grad_r, member);
+      multiply<A>(
+          columns_, columns_, r, columns_, panel_,
+          [&](int64_t column, int64_t width, int64_t depth, A* out, int64_t ld) {
+            pack_block(transposed(grad_r), depth, column, columns_ - depth, width, out, ld);
+          },
+          [&](int64_t column, int64_t) {
+            return Extent{column, columns_, column};  // R is zero left of its diagonal
+          },
+          [&](int64_t row, int64_t column, Vector<A> sum) { store_full(sum, c_ + row * ld_square_ + column); });
+    }
+    if (call_.grad_q.data != nullptr) {
+      multiply<A>(
+          columns_, rows_, x_, ld_, panel_,
+          [&](int64_t column, int64_t width, int64_t, A* out, int64_t ld) {
+            pack_block(buffer_rows<A>(q, 0, columns_), 0, column, rows_, width, out, ld);
+          },
+          [&](int64_t column, int64_t) { return Extent{column, columns_, 0}; },
+          [&](int64_t row, int64_t column, Vector<A> sum) {
+            A* out = c_ + row * ld_square_ + column;
+            store_full(load_full(out) - sum, out);
+          });
+    }
+  }
+
+  // x ← ∂Qᵀ + C Qᵀ.
+  void add_product(const A* q) {
+    multiply<A>(
+        rows_, columns_, c_, ld_square_, panel_,
+        [&](int64_t column, int64_t width, int64_t, A* out, int64_t ld) {
+          pack_block(transposed(buffer_rows<A>(q, 0, columns_)), 0, column, columns_, width, out, ld);
+        },
+        whole(columns_),
+        [&](int64_t row, int64_t column, Vector<A> sum) {
+          A* out = x_ + row * ld_ + column;
+          store_full(load_full(out) + sum, out);
+        });
+  }
+
+  const QrBackward& call_;
+  int64_t rows_, columns_, ld_, ld_square_;
+  Scratch<A> scratch_;
+  A* x_;      // [columns][ld]: ∂Q transposed, and in the end ∂A transposed
+  A* c_;      // [columns][ld_square]
+  A* panel_;  // of the products
+};
+
+template <class A>
+void qr_backward_items(const QrBackward& call, int64_t begin, int64_t end) {
+  QrGradient<A> gradient(call);
+  for (int64_t member = begin; member < end; ++member) {
+    gradient.run(member);
+  }
+}
+
+inline void qr_forward(const QrForward& call, int64_t begin, int64_t end) {
+  call.type == ElementType::float64 ? qr_forward_items<double>(call, begin, end)
+                                    : qr_forward_items<float>(call, begin, end);
+}
+
+inline void qr_backward(const QrBackward& call, int64_t begin, int64_t end) {
+  call.type == ElementType::float64 ? qr_backward_items<double>(call, begin, end)
+                                    : qr_backward_items<float>(call, begin, end);
+}
+
+extern const QrKernels qr_kernels = {OVERTONE_LEVEL_NAME, &qr_forward, &qr_backward};
+
+}  // namespace overtone::OVERTONE_LEVEL
