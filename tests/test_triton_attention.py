@@ -118,7 +118,9 @@ def case_channels(form, channels):
     check(*random_calls(batch=1, queries=19, channels=channels, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("queries, keys, is_causal", [(1, 40, False), (40, 2, False), (40, 17, True), (17, 300, True)])
+@pytest.mark.parametrize(
+    "queries, keys, is_causal", [(1, 40, False), (40, 2, False), (40, 17, True), (70, 300, True), (17, 300, False)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_different_lengths(form, dtype, queries, keys, is_causal):
     check(*random_calls(batch=1, queries=queries, keys=keys, dtype=dtype), is_causal=is_causal)
@@ -145,6 +147,18 @@ def case_any_strides():
     args[3] = torch.stack([args[3].detach()] * 2, 1)[:, 0].requires_grad_()
     args[6] = torch.rand(2, 1, 1, 30) > 0.3
     check(tuple(args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def case_the_basis_gradient_over_splits(monkeypatch, launched, dtype):
+    """150 tokens in splits of 64, the last one shorter."""
+    from overtone.triton_kernels import attention_configs
+
+    monkeypatch.setattr(attention_configs, "SPLIT_TOKENS", 50)
+    args = random_call(2, 1, 75, 9, 16, 24, dtype)
+    basis = args[4]
+    check(tuple(a if a is None or a is basis else a.detach() for a in args), return_norms=False)
+    assert launched[-2:] == ["basis_gradient", "column_sums"]
 
 
 def case_without_residual_and_norms():
