@@ -219,7 +219,7 @@ class TestRowStochastic:
         a = softmax(2, 5, 5).requires_grad_()
         linalg.eigvals(a, row_stochastic=True)[:, 0].real.sum().backward()
         # ∂λ/∂A = w vᵀ with v = 1 and w the stationary distribution: every column of the gradient is w.
-        stationary = torch.linalg.matrix_power(a.detach(), 200)[:, 0]
+        stationary = torch.linalg.matrix_power(a.detach(), 2000)[:, 0]
         torch.testing.assert_close(a.grad, stationary[..., None].expand(2, 5, 5))
 
 
