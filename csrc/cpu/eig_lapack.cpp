@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <complex>
 #include <exception>
 
@@ -35,9 +36,19 @@ void copy_rows(const Tensor& from, bool adjoint, int64_t n, C* to) {
   }
 }
 
+// MKL's nonsymmetric solver dies of NaN.
+template <class A>
+bool is_finite(const Tensor& matrix) {
+  const A* data = static_cast<const A*>(matrix.data_ptr());
+  return std::all_of(data, data + matrix.numel(), [](A x) { return std::isfinite(x); });
+}
+
 template <class A>
 bool solve_one(const Tensor& matrix, const Eig& one) {
   using C = std::complex<A>;
+  if (!is_finite<A>(matrix)) {
+    return false;
+  }
   try {
     Tensor values;
     if (one.right == nullptr) {

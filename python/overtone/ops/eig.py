@@ -154,11 +154,11 @@ def _raise_defective(grad_values: Tensor | None, grad_vectors: Tensor | None, va
     if grad_vectors is None:
         defective = defective & (grad_values != 0)
     if defective.any():
-        index = defective.nonzero()[0].tolist()
-        *member, k = index
+        place = tuple(defective.nonzero()[0].tolist())
+        *member, k = place
         raise torch.linalg.LinAlgError(
             f"eig: A{_of_matrix(member)} is defective to rounding (eigenvalue {k} has condition number"
-            f" {condition[tuple(index)]:.1e}): the eigenvalue has no derivative"
+            f" {condition[place]:.1e}): the eigenvalue has no derivative"
         )
 
 
