@@ -241,7 +241,7 @@ class TestContract:
             y, low, high, _, heads, softmax_rows = op(*detached, True, True, True)
             y = y.float()
             rest = (*detached[:5], *detached[6:9], heads, softmax_rows)
-            for needs, grads in itertools.product((63, 16, 8, 3), ((y, None, None), (None, low, high), (y, low, high))):
+            for needs, grads in ((63, (y, low, high)), (16, (y, None, None)), (3, (None, low, high))):
                 backward = (*grads, y, low, high, *rest, needs)
                 torch.library.opcheck(torch.ops.overtone.spectral_attention_backward.default, backward)
 
