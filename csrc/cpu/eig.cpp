@@ -26,9 +26,9 @@ const EigKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Whether a matrix per lane is faster than LAPACK. Estimated from groups of float32 matrices of 65, 197 and 384 rows with
-// AVX-512: one takes as long as LAPACK takes for about n/90 matrices. Threads must not matter, or they would change the
-// bits.
+// Whether a matrix per lane is faster than LAPACK. Estimated from groups of float32 matrices of 65, 197 and 384 rows
+// with AVX-512: one takes as long as LAPACK takes for about n/90 matrices. Threads must not matter, or they would
+// change the bits.
 bool is_for_lanes(const Eig& call, int64_t groups) {
   return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * 90;
 }
