@@ -106,7 +106,7 @@ def _gradient(grad_values, grad_vectors, values, right, left, info) -> Tensor:
 def _inner_gradient(grad_values: Tensor | None, grad_vectors: Tensor | None, values: Tensor, right: Tensor) -> Tensor:
     """What stands between W and Vᴴ."""
     inner = torch.zeros_like(right) if grad_values is None else torch.diag_embed(grad_values)
-    if grad_vectors is None:
+    if grad_vectors is None or grad_vectors.numel() == 0:
         return inner
     turned = right.mH @ grad_vectors
     own = turned.diagonal(dim1=-2, dim2=-1)
@@ -149,12 +149,13 @@ def _raise_defective(grad_values: Tensor | None, grad_vectors: Tensor | None, va
     gaps = (values[..., None, :] - values[..., :, None]).abs()
     gaps = gaps.masked_fill(torch.eye(n, dtype=torch.bool, device=values.device), math.inf)
     nearest = gaps.amin(-1) if n else gaps.sum(-1)
-    blurred = 10 * n * eps * condition * _size(values)[..., None] >= nearest
+    blurred = 4 * eps * condition * _size(values)[..., None] >= nearest
     defective = ~(condition <= 1 / eps) | ((condition >= 0.1 / math.sqrt(eps)) & blurred)
-    if grad_vectors is None:
-        defective = defective & (grad_values != 0)
-    if defective.any():
-        place = tuple(defective.nonzero()[0].tolist())
+    used = torch.zeros_like(defective) if grad_values is None else grad_values != 0
+    if grad_vectors is not None:  # an eigenvector's gradient goes through every eigenvalue of its matrix
+        used = used | (grad_vectors != 0).flatten(-2).any(-1, keepdim=True)
+    if (defective & used).any():
+        place = tuple((defective & used).nonzero()[0].tolist())
         *member, k = place
         raise torch.linalg.LinAlgError(
             f"eig: A{_of_matrix(member)} is defective to rounding (eigenvalue {k} has condition number"
