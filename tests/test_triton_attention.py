@@ -354,6 +354,47 @@ def case_what_triton_does_not_take():
         as_call(ot.spectral_attention)(*args)
 
 
+def tune(monkeypatch, choose) -> None:
+    """Autotuning whose choice is choose(candidates, run)."""
+    from overtone.triton_kernels import autotune
+
+    monkeypatch.setenv("OVERTONE_AUTOTUNE", "1")
+    monkeypatch.setattr(
+        autotune,
+        "choose",
+        lambda kernel, shipped, case, device, run: choose(autotune.candidates(kernel, shipped), run),
+    )
+
+
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("keys, is_causal", [(70, False), (300, True)])  # whole rows; not
+def case_every_candidate_of_autotuning(form, monkeypatch, number, keys, is_causal):
+    """Those after the shipped one that differ in their tile; warps and stages mean nothing here."""
+    tune(monkeypatch, lambda candidates, run: candidates[min(number, len(candidates) - 1)])
+    check(*random_calls(batch=1, queries=70, keys=keys, dtype=torch.float16), is_causal=is_causal)
+
+
+def case_timing_leaves_no_trace(form, monkeypatch):
+    """Launches with all candidates before the one that counts change no bit of its result."""
+    args = random_call(batch=1, queries=33, keys=33, dtype=torch.float16, mask="bias")
+
+    def results():
+        y, low, high = as_call(ot.spectral_attention, backend="triton")(*args)
+        given = [a for a in args if a is not None]
+        return y, low, high, *torch.autograd.grad(y.float().sum() + low.sum() + high.sum(), given)
+
+    def time_all(candidates, run):
+        for blocks in candidates:
+            run(blocks)
+        return candidates[0]
+
+    untouched = [a if a is None else a.detach().clone() for a in args]
+    plain = results()
+    tune(monkeypatch, time_all)
+    assert all(torch.equal(a, b) for a, b in zip(results(), plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(args, untouched, strict=True) if a is not None)
+
+
 class Counter:
     """Counts what the interpreter loads, stores and multiplies, launch by launch."""
 

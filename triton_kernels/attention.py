@@ -1,19 +1,21 @@
 """spectral_attention: from the op's arguments to its kernels and back (the contract is ops/attention.py).
 
-Nothing here waits for the device, so calls can be captured in a CUDA graph. Empty inputs need no case of their own: an
-empty grid is not launched, and a kernel whose loop is empty writes zeros.
+Nothing here waits for the device (autotuning does, but not during a capture), so calls can be captured in a CUDA graph.
+Empty inputs need no case of their own: an empty grid is not launched, and a kernel whose loop is empty writes zeros.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from overtone.triton_kernels import attention_configs as configs
-from overtone.triton_kernels import frequency
+from overtone.triton_kernels import autotune, frequency
 from overtone.triton_kernels.attention_backward import (
     basis_gradient_kernel,
     column_sums_kernel,
@@ -38,6 +40,7 @@ class _Call:
         self.keys, self.channels = key.shape[2], basis.shape[1]
         self.features = self.heads * self.width
         self.new_empty = query.new_empty
+        self.device, self.dtype = query.device, query.dtype
         self.table = configs.table(architecture(query.device), query.dtype, self.width, attn_mask is not None)
         self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
         self.weights = eigenvalues.contiguous(), *_strided(basis, 2)
@@ -48,6 +51,22 @@ class _Call:
         self.offsets = {"WIDE": max(spans) >= 2**31, **self.precision}
         self.head = {"D": self.width, "BD": self.table.BD, **self.offsets}
         self.logits = {"IS_CAUSAL": is_causal, **self.head}
+        is_empty = 0 in (self.batch, self.width, *self.sizes, self.channels)
+        self.tuning_case = self._tuning_case(attn_mask) if autotune.is_on() and not is_empty else None
+
+    def _tuning_case(self, attn_mask: Tensor | None) -> tuple[str, ...]:
+        """What a kernel's fastest blocks depend on, but for the batch: a sample's result must not change with that."""
+        return (
+            architecture(self.device), str(self.dtype).removeprefix("torch."), self.precision["PRECISION"],
+            f"D={self.width}", f"E={self.channels}", f"N<={_bucket(self.queries)}", f"M<={_bucket(self.keys)}",
+            "plain" if attn_mask is None else "masked", "causal" if self.logits["IS_CAUSAL"] else "full",
+        )  # fmt: skip
+
+    def run(self, kernel: str, blocks: configs.Blocks, launcher: Callable[[configs.Blocks], Any]) -> Any:
+        """Launch with these blocks of the table or, with autotuning, with the fastest."""
+        if self.tuning_case is not None:
+            blocks = autotune.choose(kernel, blocks, self.tuning_case, self.device, launcher)
+        return launcher(blocks)
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised, in the statistics' dtype."""
@@ -56,6 +75,11 @@ class _Call:
     def column_sums(self, rows: Tensor, sums: Tensor, blocks: configs.Blocks) -> None:
         grid = (triton.cdiv(sums.numel(), blocks.tile["BC"]),)
         launch(column_sums_kernel, grid, rows, sums, rows.shape[0], sums.numel(), **blocks.meta)
+
+
+def _bucket(length: int) -> int:
+    """The next power of two: lengths up to it share their blocks."""
+    return max(64, 1 << (length - 1).bit_length())
 
 
 def _strided(x: Tensor | None, dimensions: int) -> tuple:
@@ -91,28 +115,38 @@ def forward(
     keeps_heads = need_backward or fused is None
     heads = query.new_empty(call.batch, call.queries, call.features) if keeps_heads else None
     rows = call.empty(call.batch, call.heads, call.queries, 2) if keeps_heads else None
-    last = fused or call.table.blocks["projection"]
-    blocks = call.batch * triton.cdiv(call.queries, last.tile["BM"])  # of tokens, in the launch that makes y
-    statistics = call.empty(blocks, 4, call.channels) if need_norms else None
-    end = *_strided(residual, 3), y, wide_y, statistics
-    if fused is not None:
+
+    def make_heads(blocks: configs.Blocks) -> None:
         launch(
-            fused_kernel, (blocks,),
-            *call.inputs, *call.weights, *end, heads, rows, scale * LOG2E, *call.sizes, call.channels,
-            **call.logits, **fused.meta,
-        )  # fmt: skip
-    else:
-        first = call.table.attention(call.keys)
-        launch(
-            attention_kernel, (call.batch * call.heads * triton.cdiv(call.queries, first.tile["BM"]),),
+            attention_kernel, (call.batch * call.heads * triton.cdiv(call.queries, blocks.tile["BM"]),),
             *call.inputs, heads, rows, scale * LOG2E, *call.sizes,
-            **call.logits, **first.meta,
+            **call.logits, **blocks.meta,
         )  # fmt: skip
-        launch(
-            projection_kernel, (blocks * triton.cdiv(call.channels, last.tile["BE"]),),
-            heads, *call.weights, *end, call.queries, call.features, call.channels,
-            **call.offsets, **last.meta,
-        )  # fmt: skip
+
+    def make_y(blocks: configs.Blocks) -> Tensor | None:
+        """In one launch, or from the heads; returns the statistics of its blocks of tokens."""
+        tokens = call.batch * triton.cdiv(call.queries, blocks.tile["BM"])
+        statistics = call.empty(tokens, 4, call.channels) if need_norms else None
+        end = *_strided(residual, 3), y, wide_y, statistics
+        if fused is not None:
+            launch(
+                fused_kernel, (tokens,),
+                *call.inputs, *call.weights, *end, heads, rows, scale * LOG2E, *call.sizes, call.channels,
+                **call.logits, **blocks.meta,
+            )  # fmt: skip
+        else:
+            launch(
+                projection_kernel, (tokens * triton.cdiv(call.channels, blocks.tile["BE"]),),
+                heads, *call.weights, *end, call.queries, call.features, call.channels,
+                **call.offsets, **blocks.meta,
+            )  # fmt: skip
+        return statistics
+
+    if fused is None:
+        call.run("attention", call.table.attention(call.keys), make_heads)
+        statistics = call.run("projection", call.table.blocks["projection"], make_y)
+    else:
+        statistics = call.run("fused", fused, make_y)
     if statistics is None:
         low, high = call.empty(0), call.empty(0)
     else:
@@ -152,23 +186,30 @@ def backward(
         grad_heads, delta = _heads_gradient(call, grad_y, heads, grad_eigenvalues, need_heads)
     if grad_basis is not None:
         _basis_gradient(call, grad_y, heads, grad_basis)
-    apart = call.table.blocks.get("key_value_apart")
-    blocks = apart or call.table.blocks["key_value_gradient"]
-    for wanted_now in ((grad_k, None), (None, grad_v)) if apart else ((grad_k, grad_v),):
-        if wanted_now == (None, None):
-            continue
-        launch(
-            key_value_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.keys, blocks.tile["BN"]),),
-            *call.inputs, grad_heads, softmax_rows, delta, *wanted_now, scale, scale * LOG2E, *call.sizes,
-            **call.logits, **blocks.meta,
-        )  # fmt: skip
-    if grad_q is not None or grad_logits is not None:
-        blocks = call.table.blocks["query_gradient"]
+    apart = "key_value_apart" in call.table.blocks
+
+    def key_value_gradient(blocks: configs.Blocks) -> None:
+        for wanted_now in ((grad_k, None), (None, grad_v)) if apart else ((grad_k, grad_v),):
+            if wanted_now == (None, None):
+                continue
+            launch(
+                key_value_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.keys, blocks.tile["BN"]),),
+                *call.inputs, grad_heads, softmax_rows, delta, *wanted_now, scale, scale * LOG2E, *call.sizes,
+                **call.logits, **blocks.meta,
+            )  # fmt: skip
+
+    def query_gradient(blocks: configs.Blocks) -> None:
         launch(
             query_gradient_kernel, (call.batch * call.heads * triton.cdiv(call.queries, blocks.tile["BM"]),),
             *call.inputs, grad_heads, softmax_rows, delta, grad_q, grad_logits, scale, scale * LOG2E, *call.sizes,
             **call.logits, **blocks.meta,
         )  # fmt: skip
+
+    if grad_k is not None or grad_v is not None:
+        kernel = "key_value_apart" if apart else "key_value_gradient"
+        call.run(kernel, call.table.blocks[kernel], key_value_gradient)
+    if grad_q is not None or grad_logits is not None:
+        call.run("query_gradient", call.table.blocks["query_gradient"], query_gradient)
     return *results, total
 
 
@@ -176,33 +217,39 @@ def _heads_gradient(
     call: _Call, grad_y: Tensor, heads: Tensor, grad_eigenvalues: Tensor | None, need_heads: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """∂O and δ, where they are needed; ∂λ into grad_eigenvalues, where that is given."""
-    blocks = call.table.blocks["heads_gradient"]
-    rows = call.batch * triton.cdiv(call.queries, blocks.tile["BM"])
     grad_heads = heads.new_empty(heads.shape) if need_heads else None
     delta = call.empty(call.batch, call.heads, call.queries) if need_heads else None
-    parts = None if grad_eigenvalues is None else call.empty(rows, call.features)
-    launch(
-        heads_gradient_kernel, (rows * call.heads,),
-        grad_y, *call.weights, heads, grad_heads, delta, parts, call.heads, call.queries, call.channels,
-        **call.head, **blocks.meta,
-    )  # fmt: skip
-    if grad_eigenvalues is not None:
-        call.column_sums(parts, grad_eigenvalues, configs.MANY_ROWS)
+
+    def run(blocks: configs.Blocks) -> None:
+        rows = call.batch * triton.cdiv(call.queries, blocks.tile["BM"])
+        parts = None if grad_eigenvalues is None else call.empty(rows, call.features)
+        launch(
+            heads_gradient_kernel, (rows * call.heads,),
+            grad_y, *call.weights, heads, grad_heads, delta, parts, call.heads, call.queries, call.channels,
+            **call.head, **blocks.meta,
+        )  # fmt: skip
+        if grad_eigenvalues is not None:
+            call.column_sums(parts, grad_eigenvalues, configs.MANY_ROWS)
+
+    call.run("heads_gradient", call.table.blocks["heads_gradient"], run)
     return grad_heads, delta
 
 
 def _basis_gradient(call: _Call, grad_y: Tensor, heads: Tensor, grad_basis: Tensor) -> None:
     """∂U, over splits of all tokens that are then added up."""
-    blocks = call.table.blocks["basis_gradient"]
     tokens = call.batch * call.queries
-    tiles = triton.cdiv(call.features, blocks.tile["BM"]) * triton.cdiv(call.channels, blocks.tile["BE"])
-    split_tokens = configs.tokens_per_split(tokens, tiles, blocks.tile["BK"])
-    splits = triton.cdiv(tokens, split_tokens)
-    parts = grad_basis if splits == 1 else call.empty(splits, *grad_basis.shape)
-    launch(
-        basis_gradient_kernel, (splits * tiles,),
-        heads, call.weights[0], grad_y, parts, tokens, call.features, call.channels, split_tokens,
-        **call.precision, **blocks.meta,
-    )  # fmt: skip
-    if splits != 1:
-        call.column_sums(parts, grad_basis, configs.FEW_ROWS)
+
+    def run(blocks: configs.Blocks) -> None:
+        tiles = triton.cdiv(call.features, blocks.tile["BM"]) * triton.cdiv(call.channels, blocks.tile["BE"])
+        split_tokens = configs.tokens_per_split(tokens, tiles, blocks.tile["BK"])
+        splits = triton.cdiv(tokens, split_tokens)
+        parts = grad_basis if splits == 1 else call.empty(splits, *grad_basis.shape)
+        launch(
+            basis_gradient_kernel, (splits * tiles,),
+            heads, call.weights[0], grad_y, parts, tokens, call.features, call.channels, split_tokens,
+            **call.precision, **blocks.meta,
+        )  # fmt: skip
+        if splits != 1:
+            call.column_sums(parts, grad_basis, configs.FEW_ROWS)
+
+    call.run("basis_gradient", call.table.blocks["basis_gradient"], run)

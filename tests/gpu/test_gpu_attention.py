@@ -95,6 +95,23 @@ def test_cuda_graph():
     assert torch.equal(y, call(*args))
 
 
+def test_autotuning(monkeypatch, tmp_path):
+    """As exact as the table, repeatable, and cached: a process that reads the file times nothing."""
+    from overtone.triton_kernels import autotune
+
+    monkeypatch.setenv("OVERTONE_AUTOTUNE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autotune, "_known", {})
+    calls = random_calls(heads=3, queries=197, keys=197, width=64, channels=384, dtype=torch.bfloat16)
+    check(*calls)
+    assert len(autotune._known) == 6  # kernels: two forward, four backward
+    call = as_call(ot.spectral_attention, False, backend="triton")
+    y = call(*calls[0])
+    autotune._known.clear()
+    monkeypatch.setattr(autotune, "measure", None)
+    assert torch.equal(call(*calls[0]), y)
+
+
 def test_many_tokens():
     """16k tokens: a matrix of logits would take 1 GiB a head."""
     query, key, value = (torch.randn(1, 1, 16384, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
