@@ -245,6 +245,8 @@ def test_an_interrupted_step_is_done_again(clone):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A test run in the background of a script ignores SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
         if "installing requirements" in line:
