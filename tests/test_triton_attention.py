@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit import accuracy, compiling, repeat
 from test_attention import ARGUMENTS, as_call, random_call
-from triton_process import needs_triton, run_cases
+from triton_process import needs_triton, note_launches, run_cases
 
 import overtone as ot
 from overtone.reference.attention import attention_weights
@@ -40,15 +40,7 @@ def launched(monkeypatch) -> list[str]:
     """The names of attention's kernels that run, in order."""
     from overtone.triton_kernels import attention
 
-    names: list[str] = []
-    launch = attention.launch
-
-    def launch_and_note(kernel, *args, **meta):
-        names.append(kernel.fn.__name__.removesuffix("_kernel"))
-        launch(kernel, *args, **meta)
-
-    monkeypatch.setattr(attention, "launch", launch_and_note)
-    return names
+    return note_launches(monkeypatch, attention)
 
 
 @pytest.fixture(params=["one launch", "two launches"])

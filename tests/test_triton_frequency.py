@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import accuracy, shapes
-from triton_process import needs_triton, run_cases
+from triton_process import needs_triton, note_launches, run_cases
 
 import overtone as ot
 
@@ -32,15 +32,7 @@ def launched(monkeypatch) -> list[str]:
     """The names of the kernels that run, in order."""
     from overtone.triton_kernels import frequency
 
-    names: list[str] = []
-    launch = frequency.launch
-
-    def launch_and_note(kernel, *args, **meta):
-        names.append(kernel.fn.__name__.removesuffix("_kernel"))
-        launch(kernel, *args, **meta)
-
-    monkeypatch.setattr(frequency, "launch", launch_and_note)
-    return names
+    return note_launches(monkeypatch, frequency)
 
 
 def random_call(shape, dtype=torch.float32, layout="contiguous"):

@@ -25,3 +25,16 @@ def run_cases(file: str) -> None:
     result = subprocess.run([*command, "-p", "no:cacheprovider"], capture_output=True, text=True, env=environment)
     if result.returncode:
         pytest.fail(f"in Triton's interpreter:\n{result.stdout[-20000:]}{result.stderr[-4000:]}", pytrace=False)
+
+
+def note_launches(monkeypatch, module) -> list[str]:
+    """The names of the kernels that `module` of overtone.triton_kernels launches from now on, in order."""
+    names: list[str] = []
+    launch = module.launch
+
+    def launch_and_note(kernel, *args, **meta):
+        names.append(kernel.fn.__name__.removesuffix("_kernel"))
+        launch(kernel, *args, **meta)
+
+    monkeypatch.setattr(module, "launch", launch_and_note)
+    return names
