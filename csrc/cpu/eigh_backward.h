@@ -65,15 +65,19 @@ class EqualEigenvalues {
                    int64_t stride)
       : n_(n), values_(values), grad_values_(grad_values), m_(m), k_(k), row_stride_(row_stride), stride_(stride) {}
 
-  // What the solver's own rounding may split equal eigenvalues by, relative to the largest.
+  // Pairs this close, relative to the largest eigenvalue, must have a limit: their order is the solver's rounding.
   static A tolerance(int64_t n) {
     return 2 * static_cast<A>(__builtin_sqrt(static_cast<double>(n))) * std::numeric_limits<A>::epsilon();
   }
 
+  // Equal eigenvalues may be split by this much, A's own rounding included. In between the limit is taken where the
+  // gradients determine it: dividing by such a gap leaves few digits or none.
+  static A near_tolerance(int64_t n) { return 64 * static_cast<A>(n) * std::numeric_limits<A>::epsilon(); }
+
   // Fills in K, or reports the pair.
   void fill(int32_t* pair) const {
-    const A gap = tolerance(n_) * std::max(magnitude(value(0)), magnitude(value(n_ - 1)));
-    if (!has_equal(gap)) {
+    const A scale = std::max(magnitude(value(0)), magnitude(value(n_ - 1)));
+    if (next_eigenspace(0, n_, near_tolerance(n_) * scale).begin == n_) {
       return;
     }
     A size = 0;
@@ -82,26 +86,49 @@ class EqualEigenvalues {
         size = std::max(size, magnitude(m(i, j)));
       }
     }
-    for (int64_t begin = 0, end = 1; begin < n_; begin = end, ++end) {
-      while (end < n_ && value(end) - value(end - 1) <= gap) {
-        ++end;
+    for_each_eigenspace(0, n_, near_tolerance(n_) * scale, [&](Range near) {
+      int32_t suspect[2];
+      if (fill_eigenspace(near, size, scale, suspect)) {
+        return true;
       }
-      int32_t suspect[2] = {-1, -1};
-      if (end - begin > 1 && !fill_eigenspace(begin, end, rounding() * size, suspect)) {
-        std::copy_n(suspect, 2, pair);
-        return;
-      }
-    }
+      return for_each_eigenspace(near.begin, near.end, tolerance(n_) * scale,
+                                 [&](Range equal) { return fill_eigenspace(equal, size, scale, pair); });
+    });
   }
 
  private:
-  bool has_equal(A gap) const {
-    for (int64_t i = 1; i < n_; ++i) {
-      if (value(i) - value(i - 1) <= gap) {
-        return true;
+  struct Range {
+    int64_t begin;
+    int64_t end;
+  };
+
+  A width(Range range) const { return value(range.end - 1) - value(range.begin); }
+
+  // The first two or more neighbours from `begin` on that are no more than `gap` apart; empty at `end` if there are
+  // none.
+  Range next_eigenspace(int64_t begin, int64_t end, A gap) const {
+    for (; begin < end; ++begin) {
+      int64_t last = begin;
+      while (last + 1 < end && value(last + 1) - value(last) <= gap) {
+        ++last;
+      }
+      if (last > begin) {
+        return {begin, last + 1};
       }
     }
-    return false;
+    return {end, end};
+  }
+
+  // visit(range) for all of them, while it returns true.
+  template <class Visit>
+  bool for_each_eigenspace(int64_t begin, int64_t end, A gap, const Visit& visit) const {
+    for (Range range = next_eigenspace(begin, end, gap); range.begin < end;
+         range = next_eigenspace(range.end, end, gap)) {
+      if (!visit(range)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   static A magnitude(A x) { return x < 0 ? -x : x; }
@@ -112,11 +139,16 @@ class EqualEigenvalues {
   // Of the products by which the gradients were made, relative to their size.
   A rounding() const { return 4 * static_cast<A>(n_) * std::numeric_limits<A>::epsilon(); }
 
-  bool fill_eigenspace(int64_t begin, int64_t end, A negligible, int32_t* pair) const {
+  // False, and the pair, if the gradients do not determine K there. `size` is that of m, `scale` that of eigenvalues.
+  bool fill_eigenspace(Range range, A size, A scale, int32_t* pair) const {
+    const auto [begin, end] = range;
+    // Across the eigenspace f varies by f' times its width; we let f'/f be 4 / scale.
+    const A variation = rounding() + (scale > 0 ? 4 * width(range) / scale : A(0));
+    const A negligible = rounding() * size;
     A largest = 0;
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = begin; j < i; ++j) {
-        if (!(magnitude(m(i, j) - m(j, i)) <= negligible)) {
+        if (!(magnitude(m(i, j) - m(j, i)) <= variation * size)) {
           return report(j, i, pair);  // the loss depends on the choice of basis
         }
         if (magnitude(m(i, j)) > largest) {
@@ -126,9 +158,10 @@ class EqualEigenvalues {
       }
     }
     A factor = 0;
-    if (largest > negligible && !find_factor(begin, end, negligible, &factor)) {
+    if (largest > negligible && !find_factor(range, variation, negligible, scale, &factor)) {
       return false;  // with the pair of the largest entry
     }
+    std::fill_n(pair, 2, -1);
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = begin; j < i; ++j) {
         k(i, j) = k(j, i) = factor * A(0.5) * (m(i, j) + m(j, i));
@@ -138,7 +171,8 @@ class EqualEigenvalues {
   }
 
   // The c with grad_λ_k = c m_kk for all of the eigenspace.
-  bool find_factor(int64_t begin, int64_t end, A negligible, A* factor) const {
+  bool find_factor(Range range, A variation, A negligible, A scale, A* factor) const {
+    const auto [begin, end] = range;
     A product = 0;
     A square = 0;
     A largest = 0;
@@ -148,14 +182,15 @@ class EqualEigenvalues {
       largest = std::max(largest, magnitude(grad_value(i)));
     }
     if (largest == 0) {
-      return true;  // f' = 0
+      // f' = 0, or the eigenvalues are not part of the graph: then a gap that can be told from zero counts.
+      return width(range) <= static_cast<A>(end - begin) * tolerance(n_) * scale;
     }
     if (!(square > negligible * negligible)) {
       return false;
     }
     *factor = product / square;
     for (int64_t i = begin; i < end; ++i) {
-      if (!(magnitude(grad_value(i) - *factor * m(i, i)) <= rounding() * largest + magnitude(*factor) * negligible)) {
+      if (!(magnitude(grad_value(i) - *factor * m(i, i)) <= variation * largest + magnitude(*factor) * negligible)) {
         return false;
       }
     }
@@ -288,8 +323,8 @@ class EighGradient {
 
   void divide_by_gaps(int64_t first, int count) const {
     const Vector<A> largest = larger<A>(absolute<A>(value(0)), absolute<A>(value(n_ - 1)));
-    const Vector<A> tolerance = EqualEigenvalues<A>::tolerance(n_) * largest;
-    Mask<A> has_equal = no_lane<A>();
+    const Vector<A> tolerance = EqualEigenvalues<A>::near_tolerance(n_) * largest;
+    Mask<A> is_near = no_lane<A>();
     for (int64_t i = 0; i < n_; ++i) {
       k_.set(i, i, load_full(grad_values_ + i * kLanes<A>));
       for (int64_t j = 0; j < i; ++j) {
@@ -298,11 +333,11 @@ class EighGradient {
         k_.set(j, i, element);
       }
       if (i > 0) {
-        has_equal = has_equal | less_equal(value(i) - value(i - 1), tolerance);
+        is_near = is_near | less_equal(value(i) - value(i - 1), tolerance);
       }
     }
-    for (int lane = 0; lane < count && any(has_equal); ++lane) {
-      if (lane_of(has_equal, lane)) {
+    for (int lane = 0; lane < count && any(is_near); ++lane) {
+      if (lane_of(is_near, lane)) {
         const EqualEigenvalues<A> equal(n_, values_ + lane, grad_values_ + lane, m_.data + lane, k_.data + lane,
                                         m_.row_stride, kLanes<A>);
         equal.fill(call_.pair + 2 * (first + lane));
