@@ -41,12 +41,14 @@ CHUNK_ELEMENTS = 2**20
 
 
 @torch.no_grad()
-def dominance(attention: Tensor, weight: Tensor, *, is_causal: bool = False, backend: str | None = None) -> Dominance:
+def dominance(
+    attention: Tensor, weight: Tensor | Eigenvalues, *, is_causal: bool = False, backend: str | None = None
+) -> Dominance:
     """Which (1 + λ^H λ^A) dominates, for every pair of attention [..., N, N] and weight [..., d, d].
 
     Leading dimensions broadcast. weight is H, or W_V W_proj = Hᵀ, which has the same eigenvalues; for one head take
-    `head_weights`, since a weight of rank k < d has zeros, and zero is a tie. With is_causal A is lower triangular, and
-    its eigenvalues are its diagonal.
+    `head_weights`, since a weight of rank k < d has zeros, and zero is a tie. Where one weight meets many batches of
+    attention, pass its `eigenvalues` instead. With is_causal A is lower triangular, and its eigenvalues its diagonal.
 
     Returns:
         Dominance(verdict, margin, error), each [...]. The true margin max|1 + λ^H| − max|1 + λ^H λ^A| is within `error`
@@ -55,14 +57,13 @@ def dominance(attention: Tensor, weight: Tensor, *, is_causal: bool = False, bac
         `Verdict`. One token: Perron, by an infinite margin. Not differentiable.
     """
     attention = _square("attention", attention)
-    weight = _square("weight", weight)
+    spectrum = weight if isinstance(weight, Eigenvalues) else eigenvalues(_square("weight", weight), backend=backend)
     is_causal = checks.flag("dominance", "is_causal", is_causal)
-    if not attention.is_floating_point() or attention.device != weight.device:
-        raise ValueError(
-            f"dominance: attention: got {checks.describe(attention)}, wanted real numbers on {weight.device}, as weight"
-        )
-    shape = torch.broadcast_shapes(attention.shape[:-2], weight.shape[:-2])
-    cases = _Cases(attention, eigenvalues(weight, backend=backend), shape)
+    if not attention.is_floating_point() or attention.device != spectrum.values.device:
+        wanted = f"real numbers on {spectrum.values.device}, as weight"
+        raise ValueError(f"dominance: attention: got {checks.describe(attention)}, wanted {wanted}")
+    shape = torch.broadcast_shapes(attention.shape[:-2], spectrum.values.shape[:-1])
+    cases = _Cases(attention, spectrum, shape)
     if is_causal or attention.shape[-1] == 1:
         cases.decide(_from_diagonal)
     else:
@@ -139,18 +140,14 @@ class Disk(NamedTuple):
 
     centre: Tensor  # their mean, c
     radius: Tensor
+    reach: Tensor  # none of them is further from zero
     variance: Tensor  # the mean of (z − c)², which may be negative: z is complex
     centre_error: Tensor
     variance_error: Tensor
 
-    @property
-    def reach(self) -> Tensor:
-        """No eigenvalue is further from zero; none of a stochastic matrix is further than one."""
-        return (self.centre.abs() + self.radius).clamp(max=1.0)
-
 
 def enclosing_disk(attention: Tensor, squarings: int) -> Disk:
-    """The disk of row-stochastic matrices [M, N, N], N ≥ 2."""
+    """The disk of matrices [M, N, N], N ≥ 2, whose rows sum to one."""
     n, eps = attention.shape[-1], torch.finfo(attention.dtype).eps
     # Half types are computed in float32, and float32 in float64 where torch may take shortcuts in its products.
     is_exact = torch.get_float32_matmul_precision() == "highest"
@@ -175,7 +172,9 @@ def enclosing_disk(attention: Tensor, squarings: int) -> Disk:
             variance = power.diagonal(dim1=-2, dim2=-1).double().sum(-1) / (n - 1)
             variance_error = math.sqrt(n) * error / (n - 1)
     centre_error = (eps + (n + 2) * torch.finfo(torch.float64).eps) * (trace + 1) / (n - 1)
-    return Disk(centre, radius, variance, centre_error, variance_error)
+    rows = work.abs().sum(-1).amax(-1).double() * (1 + n * step)  # one, unless entries are negative
+    reach = torch.minimum(centre.abs() + radius, rows)
+    return Disk(centre, radius, reach, variance, centre_error, variance_error)
 
 
 def _norm(matrices: Tensor) -> Tensor:
@@ -198,9 +197,9 @@ def _from_disk(attention: Tensor, weight: Eigenvalues, squarings: int) -> Domina
 
 def _largest_gain(disk: Disk, h: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of max_i |1 + λ z_i| for each λ of h [M, d]."""
-    centre, radius, variance, centre_error, variance_error = (field[:, None] for field in disk)
+    centre, radius, reach, variance, centre_error, variance_error = (field[:, None] for field in disk)
     length, at_centre = h.abs(), 1 + h * centre
-    upper = torch.minimum(at_centre.abs() + length * radius, 1 + length * disk.reach[:, None])
+    upper = torch.minimum(at_centre.abs() + length * radius, 1 + length * reach)
     mean_square = (at_centre.square() + h.square() * variance).abs()
     doubt = 2 * at_centre.abs() * length * centre_error + length.square() * variance_error
     from_square = (mean_square - doubt).clamp(min=0).sqrt()
