@@ -34,7 +34,8 @@ def _depth_figures(analysis: Analysis) -> list[Figure]:
         first, last = (_list(analysis.curve(metrics[0]).double().mean(1))[i] for i in (0, -1))
         alt = f"{METRICS[metrics[0]]} over depth: from {first:.3g} before the first layer to {last:.3g} after the last."
         y = METRICS[metrics[0]] if len(metrics) == 1 else ""
-        return draw.curves(name, f"{label.capitalize()} over depth", lines, x="layer", y=y, alt=alt, log=log)
+        title = f"{label[0].upper()}{label[1:]} over depth"
+        return draw.curves(name, title, lines, x="layer", y=y, alt=alt, log=log)
 
     rates = torch.stack([layer.escalation for layer in analysis.layers])
     above = int((rates.double().mean(1) > 1).sum())
@@ -44,6 +45,7 @@ def _depth_figures(analysis: Analysis) -> list[Figure]:
         [_band("escalation rate", rates, start=1)],
         x="layer",
         y="escalation rate",
+        mark=1.0,
         alt=f"Escalation rate per layer; {above} of {len(rates)} layers are above one and make tokens more similar.",
     )
     return [

@@ -106,7 +106,7 @@ class _Cases:
     def decide(self, method: Callable[[Tensor, Eigenvalues], Dominance]) -> None:
         """Apply `method` to the attention and spec(H) of every case that is still open."""
         left = (self.result.verdict == Verdict.CLOSE).nonzero()[:, 0]
-        for index in left.split(self.at_once):
+        for index in left.split(self.at_once) if len(left) else ():
             attention = self.matrices[self.matrix_of[index]]
             found = method(attention, Eigenvalues(*(field[self.spectrum_of[index]] for field in self.spectra)))
             is_invalid = ~attention_is_stochastic(attention)

@@ -69,17 +69,31 @@ class Region:
     label: str
 
 
-def curves(name: str, title: str, lines: Sequence[Curve], *, x: str, y: str, alt: str, log: bool = False) -> Figure:
-    """Curves with bands, on a logarithmic axis if asked for."""
+def curves(
+    name: str,
+    title: str,
+    lines: Sequence[Curve],
+    *,
+    x: str,
+    y: str,
+    alt: str,
+    log: bool = False,
+    mark: float | None = None,
+) -> Figure:
+    """Curves with bands over whole numbers; log: on a logarithmic axis if they span a decade; mark: a dotted line."""
     with _style():
         canvas, axes = _canvas()
         for line, colour in zip(lines, _colours(len(lines)), strict=True):
             axes.plot(line.x, line.y, color=colour, linewidth=2, label=line.label, marker="o", markersize=3)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-        if log and all(value > 0 for line in lines for value in line.y):
-            axes.set_yscale("log")
+        values = [value for line in lines for value in line.y]
+        if log and min(values) > 0 and max(values) >= 10 * min(values):
+            _logarithmic(axes)
+        if mark is not None:
+            axes.axhline(mark, color=INK, linewidth=0.8, linestyle=":")
         axes.set(xlabel=x, ylabel=y)
+        axes.locator_params(axis="x", integer=True)
         if len(lines) > 1:
             axes.legend()
         return _finish(canvas, name, title, alt)
@@ -88,7 +102,7 @@ def curves(name: str, title: str, lines: Sequence[Curve], *, x: str, y: str, alt
 def heat_map(
     name: str, title: str, values: np.ndarray, *, x: str, y: str, bar: str, alt: str, diverging: bool = False
 ) -> Figure:
-    """A coloured cell per value [rows, columns]; diverging: blue below zero, orange above it."""
+    """A coloured cell per value [rows, columns], counted from 1; diverging: blue below zero, orange above it."""
     with _style():
         canvas, axes = _canvas(height=max(2.2, min(4.6, 0.9 + 0.2 * len(values))))
         limit = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
@@ -98,7 +112,8 @@ def heat_map(
         axes.grid(False)
         for axis, count in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
             step = max(1, -(-count // 12))
-            axis.set_ticks(np.arange(0, count, step) + 0.5, [str(i) for i in range(0, count, step)])
+            axis.set_ticks(np.arange(0, count, step) + 0.5, [str(i + 1) for i in range(0, count, step)])
+        axes.invert_yaxis()
         canvas.colorbar(mesh, ax=axes, label=bar)
         return _finish(canvas, name, title, alt)
 
@@ -114,7 +129,7 @@ def histograms(
         middles = (edges[1:] + edges[:-1]) / 2
         for place, values in enumerate(groups.values()):
             counts, _ = np.histogram(values, bins=edges)
-            heights = 1.6 * counts / max(1, counts.max())
+            heights = 0.9 * counts / max(1, counts.max())
             bottom = len(groups) - 1 - place
             for colour, side in ((SHARPEN, middles < 0), (SMOOTH, middles >= 0)):
                 axes.fill_between(
@@ -124,9 +139,8 @@ def histograms(
                     color=colour,
                     alpha=0.75,
                     linewidth=0,
-                    zorder=3 + place,
                 )
-            axes.axhline(bottom, color=MUTED, linewidth=0.5, zorder=3 + place)
+            axes.axhline(bottom, color=MUTED, linewidth=0.5)
         for mark in marks:
             axes.axvline(mark, color=INK, linewidth=0.8, linestyle=":")
         axes.set(xlabel=x, ylabel=y)
@@ -227,6 +241,16 @@ def _canvas(height: float = SIZE[1]) -> tuple[Canvas, Axes]:
     return canvas, canvas.add_subplot()
 
 
+def _logarithmic(axes: Axes) -> None:
+    """With plain numbers at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _colours(count: int) -> tuple[str, ...]:
     return tuple(SERIES[i % len(SERIES)] for i in range(count))
 
@@ -238,9 +262,9 @@ def _diverging() -> Any:
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """Eighty bins over all but the most extreme values; zero is an edge."""
+    """About fifty bins; zero is an edge."""
     low, high = (min(0.0, float(values.min())), max(0.0, float(values.max()))) if len(values) else (-1.0, 1.0)
-    step = (high - low) / 80 or 1.0
+    step = (high - low) / 50 or 1.0
     return np.arange(np.floor(low / step), np.ceil(high / step) + 1) * step
 
 

@@ -27,7 +27,7 @@ h2 { margin: 0 0 .6rem; font-size: 1.35rem; }
 .facts div { display: flex; flex-direction: column-reverse; justify-content: flex-end; padding: .8rem 1rem;
   background: var(--card); border: 1px solid var(--grid); border-radius: .6rem; }
 .facts dt { color: var(--muted); font-size: .85rem; line-height: 1.35; }
-.facts dd { margin: 0; font-size: 1.55rem; font-weight: 650; font-variant-numeric: tabular-nums; }
+.facts dd { margin: 0; font-size: 1.4rem; white-space: nowrap; font-weight: 650; font-variant-numeric: tabular-nums; }
 nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: .6rem 0; margin: 0 0 2rem; list-style: none;
   border-block: 1px solid var(--grid); }
 a { color: var(--sharpen); }
