@@ -27,7 +27,7 @@ from overtone.training.model import build_model, save_model
 from overtone.training.processes import Processes
 from overtone.training.recipe import WeightAverage, check_precision, learning_rate, optimizer_of
 
-REPORT_STEPS = 10  # between looks at the loss: each makes the CPU wait for the GPU
+REPORT_STEPS = 10  # between looks at the means, which all processes must take together
 
 
 class TrainResult(NamedTuple):
@@ -128,7 +128,6 @@ class Trainer:
         self.step = 0
         self.history: list[metrics.Row] = []
         self.sums = Sums(config.depth, self.device)  # of the epoch that is under way
-        self.gradient_norms = torch.zeros((), dtype=torch.float64, device=self.device)
         self.seconds = 0.0  # of the epoch that is under way, in all sessions
         self.images_here, self.seconds_here = 0, 0.0  # of this session
 
@@ -172,7 +171,6 @@ class Trainer:
             self.step += 1
             is_last = self.step % self.steps_per_epoch == 0
             is_kept = self.config.checkpoint_steps > 0 and self.step % self.config.checkpoint_steps == 0
-            # Without a look at the loss no checkpoint is written: the last one is always good.
             means = self._look() if is_last or is_kept or self.step % REPORT_STEPS == 0 else None
             self._count_time(time.perf_counter() - start, batch.numel() * self.processes.count)
             if means is not None:
@@ -202,7 +200,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps_per_epoch, self.config)
         limit = self.config.clip or float("inf")
-        self.gradient_norms += checkpoint.whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        norm = checkpoint.whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        if not math.isfinite(norm.item()):  # the same in every process; the weights never see it
+            raise self._diverged("the gradient is not finite")
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None:
@@ -211,7 +211,10 @@ class Trainer:
     def _add_gradients(self, epoch: int, samples: Tensor, images: Tensor) -> None:
         labels = self.data.train.labels[samples].to(self.device)
         images = augmented(images.to(self.device), samples.to(self.device), epoch, self.config)
-        logits, ratios = self._forward(self.wrapped, images)
+        try:
+            logits, ratios = self._forward(self.wrapped, images)
+        except torch.linalg.LinAlgError as error:  # the same in every process: a spectrum's basis has become singular
+            raise self._diverged(str(error)) from None
         loss = self._loss(logits, labels)
         # DDP and FSDP2 take the mean over processes; what is wanted is the mean over the images of all of them.
         (loss * (self.processes.count / self.config.batch_size)).backward()
@@ -230,23 +233,24 @@ class Trainer:
         """The means of the epoch so far, over all processes; raises if the run has diverged."""
         means = self._means(self.sums)
         if not math.isfinite(means.loss):
-            raise self._diverged(f"the loss is {means.loss}")
-        if not math.isfinite(self.gradient_norms.item()):
-            raise self._diverged("the gradient is not finite")
+            raise self._diverged("the gradient is still finite")
         return means
 
     def _diverged(self, what: str) -> DivergedError:
+        """All processes must call it."""
+        loss = self._means(self.sums).loss
         path = self.folder / checkpoint.CHECKPOINT
         last = "no checkpoint was written yet"
         if path.exists():
             last = f"the last good checkpoint, of step {checkpoint.read_state(path)['step']}, is {path}"
         return DivergedError(
-            f"stopped at step {self.step} of {self.steps}: {what}; {last}. "
+            f"stopped at step {self.step} of {self.steps}: mean loss of the epoch is {loss:.4g} and {what}; {last}. "
             "A lower learning_rate, a longer warmup or clip=1 usually helps"
         )
 
     def _means(self, sums: Sums) -> Means:
         loss, right, images, *ratios = self.processes.sum(sums.values).tolist()
+        images = images or math.nan  # before the first step
         return Means(loss / images, right / images, [ratio / images for ratio in ratios])
 
     def _count_time(self, seconds: float, images: int) -> None:
@@ -276,7 +280,6 @@ class Trainer:
         row |= {metrics.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
         self.history.append(row)
         self.sums = Sums(self.config.depth, self.device)
-        self.gradient_norms.zero_()
         self.seconds = 0.0
         weights = checkpoint.gathered(checkpoint.weights(self.model, self.average), self.processes.is_first)
         if self.processes.is_first:
