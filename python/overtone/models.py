@@ -188,6 +188,7 @@ class VisionTransformer(nn.Module):
         qkv_bias: bool = True,
         mlp_ratio: float = 4.0,
         in_channels: int = 3,
+        position_std: float = 0.02,
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -204,6 +205,7 @@ class VisionTransformer(nn.Module):
             dim, num_heads, kind, bounded, norm == "post", norm_sign, method, strength, qkv_bias, mlp_ratio, factory
         )
         self.pool, self.method, self.checkpointing = pool, method, checkpointing
+        self.position_std = float(position_std)
         self.patch_embed = PatchEmbed(image_size, patch_size, in_channels, dim, factory)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim, **factory)) if pool == "token" else None
         tokens = self.patch_embed.num_patches + (pool == "token")
@@ -225,7 +227,7 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
 
@@ -314,6 +316,7 @@ def vit_tiny(
             method: "plain", "de_escalation", "feat_scale", "contranorm", "attn_scale", "centred" or "neutreno";
             strength: τ, s or γ of a method that has one.
             drop_path: stochastic depth, the rate of the last layer. checkpointing: recompute blocks in backward.
+            position_std: of the position embeddings at first; small data learns faster with more than timm's 0.02.
             depth, qkv_bias, mlp_ratio, in_channels, device, dtype.
     """
     return VisionTransformer(image_size, patch_size, num_classes, regime, dim=192, num_heads=3, **options)

@@ -51,13 +51,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Curve:
-    """y over x, and a band from low to high."""
+    """y over x, and a band from low to high. Without a label it is not in the legend."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
+    colour: str | None = None  # default: the next one of SERIES
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ def curves(
     """Curves with bands over whole numbers; log: on a logarithmic axis if they span a decade; mark: a dotted line."""
     with _style():
         canvas, axes = _canvas()
-        for line, colour in zip(lines, _colours(len(lines)), strict=True):
-            axes.plot(line.x, line.y, color=colour, linewidth=2, label=line.label, marker="o", markersize=3)
+        for line, next_colour in zip(lines, _colours(len(lines)), strict=True):
+            colour, dashes = line.colour or next_colour, "--" if line.dashed else "-"
+            axes.plot(line.x, line.y, dashes, color=colour, linewidth=2, label=line.label, marker="o", markersize=3)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
         values = [value for line in lines for value in line.y]
@@ -204,6 +207,30 @@ def shares(
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         canvas.legend(loc="outside upper center", ncols=3)
+        return _finish(canvas, name, title, alt)
+
+
+def image_grid(
+    name: str, title: str, rows: Mapping[str, Sequence[np.ndarray]], *, columns: Sequence[str], alt: str
+) -> Figure:
+    """Rows of images [h, w] or [h, w, 3] of bytes, with a name for every row and column."""
+    with _style():
+        canvas, axes = _canvas(height=0.5 * len(rows) + 0.5)
+        height, width = next(iter(rows.values()))[0].shape[:2]
+        gap = max(1, width // 8)
+        for place, row in enumerate(rows.values()):
+            for column, image in enumerate(row):
+                left, top = column * (width + gap), place * (height + gap)
+                extent = (left, left + width, top + height, top)
+                axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent)
+        axes.set_xticks([column * (width + gap) + width / 2 for column in range(len(columns))], columns)
+        axes.set_yticks([place * (height + gap) + height / 2 for place in range(len(rows))], list(rows))
+        axes.set(xlim=(0, len(columns) * (width + gap) - gap), ylim=(len(rows) * (height + gap) - gap, 0))
+        axes.tick_params(length=0)
+        axes.xaxis.tick_top()
+        axes.grid(False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
         return _finish(canvas, name, title, alt)
 
 

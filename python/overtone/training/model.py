@@ -32,6 +32,7 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         "drop_path": config.drop_path,
         "checkpointing": config.recompute,
         "in_channels": info.channels,
+        "position_std": config.position_std,
     }
     build: Callable[..., models.VisionTransformer] = SIZES[config.size]
     if config.dim is not None:
