@@ -203,7 +203,8 @@ def shares(
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.grid(False, axis="y")
-        canvas.legend(loc="outside upper center", ncols=3)
+        if left.any():
+            canvas.legend(loc="outside upper center", ncols=3)
         return _finish(canvas, name, title, alt)
 
 
