@@ -1,4 +1,4 @@
-"""analyze: what it reads of known models is what they compute, facts of the papers, and what it cannot read it names."""
+"""analyze: it reads what models compute, facts of the papers come out, and what it cannot read it names."""
 
 from __future__ import annotations
 
@@ -192,15 +192,21 @@ class Protocol(nn.Module):
         self.register_buffer("basis", basis)
         self.register_buffer("eigenvalues", sign * torch.linspace(0.2, 1, DIM))
 
+    def split(self, x):
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def queries_and_keys(self, x):
+        return [self.split(F.layer_norm(x, (DIM,)) @ w) for w in self.w]
+
     def attention_weights(self, x, *, attn_mask=None, is_causal=False):
-        q, k = ((x @ w).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in self.w)
+        q, k = self.queries_and_keys(x)
         return reference.attention_weights(q, k, attn_mask=attn_mask, is_causal=is_causal)
 
     def value_projection(self):
         return self.basis, self.eigenvalues[:, None] * self.basis.mT
 
     def forward(self, x):
-        q, k, v = ((x @ w).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (*self.w, self.basis))
+        (q, k), v = self.queries_and_keys(x), self.split(x @ self.basis)
         return ot.spectral_attention(q, k, v, self.eigenvalues, self.basis.mT.contiguous(), residual=x)
 
 
@@ -227,14 +233,16 @@ def test_spectral_attention_module():
     check_values(sites[0], recorders[0], tokens())
 
 
-@pytest.mark.slow
 def test_random_vit_base_smooths_always():
-    """DBK Table 1: 100 / 0 for a ViT-B/16 at random initialisation (two images of 64 × 64: 17 tokens)."""
+    """DBK Table 1: 100 / 0 for a ViT-B/16 at random initialisation; three of its layers, images of 17 tokens.
+
+    All layers at 197 tokens are a case of benchmarks/dominance.py.
+    """
     timm = others.timm()
     torch.manual_seed(0)
-    model = timm.create_model("vit_base_patch16_224", img_size=64)
+    model = timm.create_model("vit_base_patch16_224", img_size=64, depth=3)
     result = analyze(model, torch.randn(2, 3, 64, 64))
-    assert result.verdicts() == {"perron": 288, "other": 0, "tie": 0, "close": 0, "invalid": 0}
+    assert result.verdicts() == {"perron": 72, "other": 0, "tie": 0, "close": 0, "invalid": 0}
     assert (torch.stack([layer.dominance.margin for layer in result.layers]) > 0.05).all()
 
 

@@ -64,9 +64,8 @@ def _own_weights(module: Any) -> Weights:
 
 
 def _packed_weights(module: Any) -> Weights:
-    """The last part of qkv belongs to the values; it is as wide as what proj takes. nn.Linear stores transposes."""
-    w_proj = module.proj.weight.mT
-    return Weights(module.qkv.weight[-w_proj.shape[0] :].mT, w_proj, _count(module))
+    """The last third of qkv belongs to the values. nn.Linear stores transposes."""
+    return Weights(module.qkv.weight.chunk(3)[-1].mT, module.proj.weight.mT, _count(module))
 
 
 # HF's ViT, DeiT, DINO… say o_proj, CLIP and many others out_proj.
@@ -93,8 +92,7 @@ def _bert_weights(module: Any) -> Weights:
 
 def _gpt2_weights(module: Any) -> Weights:
     """transformers' Conv1D stores what multiplies tokens, not its transpose."""
-    w_proj = module.c_proj.weight
-    return Weights(module.c_attn.weight[:, -w_proj.shape[0] :], w_proj, _count(module))
+    return Weights(module.c_attn.weight.chunk(3, -1)[-1], module.c_proj.weight, _count(module))
 
 
 def _multihead_weights(module: Any) -> Weights:

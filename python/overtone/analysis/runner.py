@@ -45,6 +45,7 @@ def analyze(
     sites, unread = find_sites(model)
     weights = _readable_weights(sites, unread)
     sites = [site for site in sites if site.name in weights]
+    _require(sites, model, unread)
     meters = [
         Meter(site, *each, spectra=spectra)
         for site, each in zip(sites, weight_spectra(list(weights.values())), strict=True)
@@ -65,10 +66,14 @@ def analyze(
     layers = [meter.layer() for meter in meters if meter.site.name not in unread and meter.numbers]
     if samples == 0:
         raise ValueError("analyze: inputs: got no samples, wanted at least one")
-    if not layers:
+    _require(layers, model, unread)
+    return Analysis(name or type(model).__name__, samples, layers, unread)
+
+
+def _require(readable: list, model: nn.Module, unread: dict[str, str]) -> None:
+    if not readable:
         found = "; ".join(f"{where}: {why}" for where, why in unread.items()) or "no module looks like attention"
         raise ValueError(f"analyze: no attention of {type(model).__name__} could be read ({found})")
-    return Analysis(name or type(model).__name__, samples, layers, unread)
 
 
 def _readable_weights(sites: list[Site], unread: dict[str, str]) -> dict[str, Weights]:

@@ -82,7 +82,7 @@ def _load_hf(name: str, pretrained: bool) -> Source:
         if not Path(name).exists() and name in transformers.CONFIG_MAPPING:
             config = transformers.AutoConfig.for_model(name)
         else:
-            config = transformers.AutoConfig.from_pretrained(name)
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
         if pretrained:
             model = transformers.AutoModel.from_pretrained(name)
         else:

@@ -31,9 +31,9 @@ from overtone.reference.analysis import (
     matrix_eigenvalues,
 )
 
-# How often D is squared: once is enough for smooth attention, such as that of untrained models; what is left gets a
-# sharper disk, still far cheaper than eigenvectors.
-SQUARINGS = (1, 5)
+# How often D is squared: not at all is enough for smooth attention, such as that of untrained models; what is left gets
+# a sharper disk, still far cheaper than eigenvectors.
+SQUARINGS = (0, 2, 5)
 # LAPACK's ratio of a backward error to n·ε‖A‖; ot.linalg's tests hold every matrix to it.
 SOLVER_RATIO = 10
 # Numbers worked on at once: what bounds the memory, and fits into the last-level cache.
@@ -162,7 +162,7 @@ def enclosing_disk(attention: Tensor, squarings: int) -> Disk:
     error = eps * entries + (n + 4) * step * (entries + centre.abs() * math.sqrt(n))
     size = _norm(power)
     radius = size + error
-    variance = variance_error = torch.zeros_like(radius)
+    variance, variance_error = torch.zeros_like(radius), radius.square()
     for k in range(1, squarings + 1):
         # (P + E)² is off by PE + EP + E², and a product of n × n matrices by nε of its factors' norms.
         power, error = power @ power, error * (2 * size + error) + n * step * size.square()

@@ -31,7 +31,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="timm:NAME, hf:CONFIG (a folder, a file or a type), or a run")
-    parser.add_argument("--pretrained", action="store_true", help="load weights: timm downloads them, hf reads them")
+    parser.add_argument(
+        "--pretrained", action="store_true", help="load weights; those that are not here are downloaded"
+    )
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="take images from there (default: noise)")
     parser.add_argument("--samples", type=_positive, default=8, metavar="N", help="images or sequences (%(default)s)")
     parser.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="samples at once (%(default)s)")

@@ -206,7 +206,8 @@ def shares(
         axes.set_yticks(range(len(rows)), list(rows))
         axes.invert_yaxis()
         axes.grid(False, axis="y")
-        canvas.legend(loc="outside upper center", ncols=3)
+        if left.any():
+            canvas.legend(loc="outside upper center", ncols=3)
         return _finish(canvas, name, title, alt)
 
 
@@ -291,7 +292,9 @@ def _diverging() -> Any:
 def _edges(values: np.ndarray) -> np.ndarray:
     """About fifty bins; zero is an edge."""
     low, high = (min(0.0, float(values.min())), max(0.0, float(values.max()))) if len(values) else (-1.0, 1.0)
-    step = (high - low) / 50 or 1.0
+    if low == high:
+        low, high = -1.0, 1.0
+    step = (high - low) / 50
     return np.arange(np.floor(low / step), np.ceil(high / step) + 1) * step
 
 
