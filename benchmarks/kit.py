@@ -18,7 +18,7 @@ from overtone.benchmarks.timing import Measurement, Plan, Timing, interleave
 OURS = "ours"
 
 # The files of cases, one per op family, named like the op in every other layer.
-MODULES = ("frequency", "attention", "eig", "eigh", "qr")
+MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance")
 
 
 def all_cases() -> list[Case]:

@@ -1,4 +1,4 @@
-"""The command line: `overtone info | kernels | bench | study`. Each command is the module of its name."""
+"""The command line: `overtone info | kernels | bench | train | analyze | study`, each the module of its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from overtone.backends import BackendError
 
-COMMANDS = ("info", "kernels", "bench", "study")
+COMMANDS = ("info", "kernels", "bench", "train", "analyze", "study")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,6 +25,11 @@ def compose_general(v: Tensor, eigenvalues: Tensor, *, backend: str | None = Non
     return _compose("compose_general", "v", v, eigenvalues, backend)
 
 
+def invert(v: Tensor) -> Tensor:
+    """V⁻¹ of invertible v [..., n, n] on the CPU kernels, as compose_general computes it; without a gradient."""
+    return torch.ops.overtone.compose_general(v.detach(), v.new_zeros(v.shape[:-1]))[1]
+
+
 def _compose(function: str, name: str, matrix: Tensor, eigenvalues: Tensor, backend: str | None) -> Tensor:
     checks.matrices(function, name, matrix, square=True)
     checks.matching(function, "eigenvalues", eigenvalues, tuple(matrix.shape[:-1]), matrix)

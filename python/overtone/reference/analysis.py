@@ -69,9 +69,9 @@ def dominance(attention: Tensor, weight: Tensor, *, is_causal: bool = False) -> 
     for name, matrix in (("attention", attention), ("weight", weight)):
         if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
             raise ValueError(f"dominance: {name}: got shape {list(matrix.shape)}, wanted square matrices [..., n, n]")
-    spectrum = _diagonal(attention) if is_causal else matrix_eigenvalues(attention)
+    spectrum = causal_eigenvalues(attention) if is_causal else matrix_eigenvalues(attention)
     result = eigenvalue_dominance(spectrum, matrix_eigenvalues(weight), radius=ergodicity(attention))
-    return result._replace(verdict=result.verdict.masked_fill(~_rows_sum_to_one(attention), Verdict.INVALID))
+    return result._replace(verdict=result.verdict.masked_fill(~attention_is_stochastic(attention), Verdict.INVALID))
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def matrix_eigenvalues(matrix: Tensor) -> Eigenvalues:
     values, vectors, _ = eig_ex(matrix.to(torch.complex128 if matrix.is_complex() else torch.float64))
     left, defective = torch.linalg.inv_ex(vectors)
     condition = torch.linalg.vector_norm(vectors, dim=-2) * torch.linalg.vector_norm(left, dim=-1)
-    condition = condition.masked_fill((defective != 0)[..., None], math.inf).clamp(max=_USELESS)
+    condition = bounded_condition(condition.masked_fill((defective != 0)[..., None], math.inf))
     rounding = torch.finfo(matrix.dtype).eps + matrix.shape[-1] * torch.finfo(torch.float64).eps
     size = torch.linalg.matrix_norm(matrix.to(vectors.dtype))
     return Eigenvalues(values, condition * rounding * size[..., None])
@@ -138,21 +138,28 @@ def head_weights(w_v: Tensor, w_proj: Tensor, num_heads: int) -> Tensor:
     return w_proj.unflatten(-2, (num_heads, width)) @ w_v.mT.unflatten(-2, (num_heads, width)).mT
 
 
-# A condition number that says nothing, yet leaves no nan when it is multiplied by zero.
-_USELESS = 1e100
-
-# An eigenvalue whose error is larger than this is not known well enough to be called zero or one.
-_SHARP = 1e-2
-
-
-def _diagonal(attention: Tensor) -> Eigenvalues:
+def causal_eigenvalues(attention: Tensor) -> Eigenvalues:
+    """The diagonal, which is exact up to the rounding of its entries."""
     values = attention.double().diagonal(dim1=-2, dim2=-1)
     return Eigenvalues(values.to(torch.complex128), values.abs() * torch.finfo(attention.dtype).eps)
 
 
-def _rows_sum_to_one(attention: Tensor) -> Tensor:
-    tolerance = math.sqrt(torch.finfo(attention.dtype).eps)  # far above rounding, far below a row without keys
-    return ((attention.double().sum(-1) - 1).abs() < tolerance).all(-1)
+def attention_is_stochastic(attention: Tensor) -> Tensor:
+    """Whether every row sums to one, up to far more than rounding and far less than a row without keys."""
+    tolerance = math.sqrt(torch.finfo(attention.dtype).eps)
+    return ((attention.sum(-1, dtype=torch.float64) - 1).abs() < tolerance).all(-1)
+
+
+def bounded_condition(condition: Tensor) -> Tensor:
+    """Condition numbers without inf and nan, which would give nan when they are multiplied by zero."""
+    return condition.nan_to_num(nan=_USELESS).clamp(max=_USELESS)
+
+
+# A condition number that says nothing.
+_USELESS = 1e100
+
+# An eigenvalue whose error is larger than this is not known well enough to be called zero or one.
+_SHARP = 1e-2
 
 
 def _largest(pairs: Tensor) -> Tensor:

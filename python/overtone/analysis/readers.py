@@ -1,0 +1,139 @@
+"""Where a module keeps its value-projection weight: one small reader per kind of attention module.
+
+A reader knows the weights; the attention matrices are seen as the model computes them (see observe.py). A module of
+your own needs a reader that matches it:
+
+    ot.analysis.READERS.insert(0, Reader("mine", matches=…, weights=…, projection=…))
+
+or has `attention_weights(x)` [B, H, N, N], `value_projection()` (W_V, W_proj as they multiply
+tokens) and `num_heads`, as ot.nn.SpectralAttention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Weights(NamedTuple):
+    """What multiplies tokens, X W_V W_proj."""
+
+    w_v: Tensor  # [d, H·k]
+    w_proj: Tensor  # [H·k, d]
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one kind of attention module is read."""
+
+    name: str
+    matches: Callable[[Any], bool]
+    weights: Callable[[Any], Weights]
+    # The submodule whose input is the heads side by side, [B, N, H·k]; None where there is none that is called.
+    projection: Callable[[Any], nn.Module | None] = lambda module: None
+
+
+def reader_of(module: nn.Module) -> Reader | None:
+    """The first reader that matches."""
+    return next((reader for reader in READERS if reader.matches(module)), None)
+
+
+def _has(module: nn.Module, *names: str) -> bool:
+    return all(getattr(module, name, None) is not None for name in names)
+
+
+def _count(module: Any) -> int:
+    return int(getattr(module, "num_heads", None) or module.num_attention_heads)
+
+
+def _has_count(module: nn.Module) -> bool:
+    return _has(module, "num_heads") or _has(module, "num_attention_heads")
+
+
+def _has_weight(module: nn.Module | None, *names: str) -> bool:
+    return all(isinstance(getattr(getattr(module, name, None), "weight", None), Tensor) for name in names)
+
+
+def _own_weights(module: Any) -> Weights:
+    w_v, w_proj = module.value_projection()
+    return Weights(w_v, w_proj, module.num_heads)
+
+
+def _packed_weights(module: Any) -> Weights:
+    """The last third of qkv belongs to the values. nn.Linear stores transposes."""
+    return Weights(module.qkv.weight.chunk(3)[-1].mT, module.proj.weight.mT, _count(module))
+
+
+# HF's ViT, DeiT, DINO… say o_proj, CLIP and many others out_proj.
+_OUTPUTS = ("o_proj", "out_proj")
+
+
+def _output(module: nn.Module) -> Any:
+    return next((getattr(module, name) for name in _OUTPUTS if _has_weight(module, name)), None)
+
+
+def _split_weights(module: Any) -> Weights:
+    return Weights(module.v_proj.weight.mT, _output(module).weight.mT, _count(module))
+
+
+def _bert_matches(module: Any) -> bool:
+    """BERT and its kin: `self` has the values, `output` projects."""
+    inner, output = getattr(module, "self", None), getattr(module, "output", None)
+    return isinstance(inner, nn.Module) and _has_weight(inner, "value") and _has_weight(output, "dense")
+
+
+def _bert_weights(module: Any) -> Weights:
+    return Weights(module.self.value.weight.mT, module.output.dense.weight.mT, _count(module.self))
+
+
+def _gpt2_weights(module: Any) -> Weights:
+    """transformers' Conv1D stores what multiplies tokens, not its transpose."""
+    return Weights(module.c_attn.weight.chunk(3, -1)[-1], module.c_proj.weight, _count(module))
+
+
+def _multihead_weights(module: Any) -> Weights:
+    packed = module.in_proj_weight
+    w_v = module.v_proj_weight if packed is None else packed[-module.embed_dim :]
+    return Weights(w_v.mT, module.out_proj.weight.mT, module.num_heads)
+
+
+READERS: list[Reader] = [
+    Reader(
+        "overtone attention",
+        matches=lambda module: _has(module, "attention_weights", "value_projection", "num_heads"),
+        weights=_own_weights,
+    ),
+    Reader(
+        "torch.nn.MultiheadAttention",
+        matches=lambda module: isinstance(module, nn.MultiheadAttention),
+        weights=_multihead_weights,
+    ),
+    Reader(
+        "packed qkv (timm)",
+        matches=lambda module: _has_weight(module, "qkv", "proj") and _has_count(module),
+        weights=_packed_weights,
+        projection=lambda module: module.proj,
+    ),
+    Reader(
+        "split q, k, v (Hugging Face ViT)",
+        matches=lambda module: _has_weight(module, "v_proj") and _output(module) is not None and _has_count(module),
+        weights=_split_weights,
+        projection=_output,
+    ),
+    Reader(
+        "BERT attention",
+        matches=_bert_matches,
+        weights=_bert_weights,
+        projection=lambda module: module.output.dense,
+    ),
+    Reader(
+        "GPT-2 attention",
+        matches=lambda module: _has_weight(module, "c_attn", "c_proj") and _has_count(module),
+        weights=_gpt2_weights,
+        projection=lambda module: module.c_proj,
+    ),
+]

@@ -1,0 +1,7 @@
+"""Modules: attention with a spectrum, and the filters and norms that go with it."""
+
+from overtone.nn.attention import SpectralAttention
+from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
+from overtone.nn.norms import SignedLayerNorm
+
+__all__ = ["ContraNorm", "DeEscalation", "FeatScale", "SignedLayerNorm", "SpectralAttention"]

@@ -1,0 +1,194 @@
+"""Multi-head self-attention whose value–projection weight is a spectrum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overtone import reference
+from overtone.ops import checks
+from overtone.ops.attention import spectral_attention
+from overtone.ops.frequency import frequency_filter, frequency_norms
+from overtone.spectrum import SpectrumModule, make_spectrum
+from overtone.types import FrequencyNorms, Spectrum
+
+__all__ = ["REGIMES", "SpectralAttention"]
+
+REGIMES = ("free", "sharpen", "smooth")
+
+
+class SpectralAttention(nn.Module):
+    """Self-attention x ↦ concat_h(A_h x B_h) · diag(λ) · U with B, λ, U from a spectrum, in one fused op.
+
+    Args:
+        dim: of the tokens.
+        num_heads: must divide dim; each head owns dim / num_heads eigenvalues.
+        regime: "sharpen" or "smooth" for a spectrum of that sign; "free" for ordinary weights W_V and W_proj (`qkv` and
+            `proj`, named and shaped as in timm).
+        kind: of the spectrum, "symmetric" or "general".
+        bounded: keeps λ in [−1, 0) or (0, 1]; see ot.spectrum.
+        qkv_bias: biases for queries and keys (and values, where the regime is "free").
+        proj_bias: a bias for the output; default: where the regime is "free".
+        head_gain: AttnScale's ω, one per head, learned, zero at first.
+        centred: A_h − Π in place of A_h (Ali et al. 2023).
+        neutreno: NeuTRENO's γ: adds γ(V⁰ − V) to the heads, V⁰ the first layer's values.
+
+    forward(x [B, N, dim]) gives [B, N, dim]; with return_norms also the FrequencyNorms of that.
+    """
+
+    _ones: Tensor
+    spectrum: SpectrumModule
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        regime: str = "sharpen",
+        kind: str = "symmetric",
+        *,
+        bounded: bool = False,
+        qkv_bias: bool = True,
+        proj_bias: bool | None = None,
+        head_gain: bool = False,
+        centred: bool = False,
+        neutreno: float = 0.0,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"SpectralAttention: num_heads: got {num_heads}, wanted a divisor of dim = {dim}")
+        self.regime = checks.one_of("SpectralAttention", "regime", regime, REGIMES)
+        self.dim, self.num_heads, self.kind = dim, num_heads, kind
+        self.centred, self.neutreno = centred, float(neutreno)
+        factory = {"device": device, "dtype": dtype}
+        proj_bias = regime == "free" if proj_bias is None else proj_bias
+        if regime == "free":
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+            self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
+            self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
+        else:
+            self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory)
+            self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **factory)
+            self.bias = nn.Parameter(torch.zeros(dim, **factory)) if proj_bias else None
+        self.head_gain = nn.Parameter(torch.zeros(num_heads, **factory)) if head_gain else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        spectrum: Spectrum | None = None,
+        first_values: Tensor | None = None,
+        return_norms: bool = False,
+    ) -> Tensor | tuple[Tensor, FrequencyNorms]:
+        """Attention of tokens x [B, N, dim], plus `residual` where given.
+
+        Args:
+            x: tokens.
+            residual: [B, N, dim], added inside the op.
+            attn_mask, is_causal: as in ot.spectral_attention.
+            spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
+            first_values: V⁰ for NeuTRENO, from `values` of the first layer.
+            return_norms: also return the FrequencyNorms of the result, each [B].
+        """
+        spectrum = self.evaluate() if spectrum is None else spectrum
+        query, key, value = self.project(x, spectrum)
+        basis = spectrum.basis_out.to(query.dtype)
+        masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+        extra = self._neutreno_term(value, first_values, spectrum)
+        if self.centred:
+            value, extra = self._centre(value, extra, spectrum, masks)
+        bias = self._output_bias()
+        inside, outside = _split_residual(residual, query)
+        for term in (bias, extra):
+            if term is not None:
+                inside = _add(inside, term.to(query.dtype), x.shape)
+        outcome: Any = spectral_attention(
+            query, key, value, spectrum.eigenvalues, basis, residual=inside, head_gain=self.head_gain,
+            return_norms=return_norms and outside is None, **masks,
+        )  # fmt: skip
+        if outside is None:
+            return outcome
+        y = outside + outcome
+        return (y, frequency_norms(y)) if return_norms else y
+
+    def evaluate(self) -> Spectrum:
+        """This layer's B, λ and U; where the regime is "free": W_V, ones and W_proj."""
+        if self.regime == "free":
+            return Spectrum(self.qkv.weight[2 * self.dim :].mT, self._ones, self.proj.weight.mT)
+        return self.spectrum()
+
+    def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, H, N, D] each, views of packed products."""
+        if self.regime == "free":
+            query, key, value = self._heads(self.qkv(x), 3)
+            return query, key, value
+        spectrum = self.evaluate() if spectrum is None else spectrum
+        query, key = self._heads(self.qk(x), 2)
+        (value,) = self._heads(F.linear(x, spectrum.basis_in.mT.to(self.qk.weight.dtype)), 1)
+        return query, key, value
+
+    def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """A [B, H, N, N], by the reference: for analysis."""
+        query, key, _ = self.project(x)
+        return reference.attention_weights(
+            query, key, attn_mask=attn_mask, is_causal=is_causal, head_gain=self.head_gain
+        )
+
+    def value_projection(self) -> tuple[Tensor, Tensor]:
+        """W_V [dim, dim] and W_proj [dim, dim] as they multiply tokens, x W_V W_proj; W_proj includes λ."""
+        basis_in, eigenvalues, basis_out = self.evaluate()
+        return basis_in, eigenvalues[:, None] * basis_out
+
+    def _heads(self, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """[B, N, parts·H·D] as `parts` views [B, H, N, D]."""
+        return packed.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def _output_bias(self) -> Tensor | None:
+        return self.proj.bias if self.regime == "free" else self.bias
+
+    def _neutreno_term(self, value: Tensor, first: Tensor | None, spectrum: Spectrum) -> Tensor | None:
+        """NeuTRENO's γ(V⁰ − V), through λ and U."""
+        if self.neutreno == 0 or first is None:
+            return None
+        difference = (first - value).transpose(1, 2).flatten(2)
+        scaled = (self.neutreno * spectrum.eigenvalues).to(difference.dtype)
+        return (difference * scaled) @ spectrum.basis_out.to(difference.dtype)
+
+    def _centre(self, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
+        """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
+        if masks["attn_mask"] is None and not masks["is_causal"]:
+            return frequency_filter(value, 0.0, 1.0), extra
+        same = torch.zeros_like(value)
+        mask = masks["attn_mask"]
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask != -torch.inf
+        basis = spectrum.basis_out.to(value.dtype)
+        centre: Any = spectral_attention(
+            same, same, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
+            is_causal=masks["is_causal"],
+        )  # fmt: skip
+        return value, centre
+
+    def extra_repr(self) -> str:
+        options = [f"dim={self.dim}, num_heads={self.num_heads}, regime={self.regime!r}"]
+        options += ["centred"] if self.centred else []
+        options += [f"neutreno={self.neutreno}"] if self.neutreno else []
+        return ", ".join(options)
+
+
+def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What is added inside the op, and what outside: a residual stream wider than the op's dtype is not rounded."""
+    if residual is None or residual.dtype == query.dtype:
+        return residual, None
+    return None, residual
+
+
+def _add(tensor: Tensor | None, term: Tensor, shape: torch.Size) -> Tensor:
+    return term.expand(shape) if tensor is None else tensor + term

@@ -1,0 +1,58 @@
+"""Filters of tokens, low ⊙ LFC[x] + high ⊙ HFC[x] (MATH §3), and ContraNorm: what is applied to a block's output."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overtone.ops.frequency import de_escalate, frequency_filter
+
+
+class DeEscalation(nn.Module):
+    """(I − τΠ)x: takes the share tau of the token mean off (Yu and Zhang).
+
+    forward(x [..., N, C], mask=None, is_causal=False): mask (bool, True = valid) leaves padding out of the mean and
+    zero in the result; is_causal takes the running mean, so that no token sees a later one.
+    """
+
+    def __init__(self, tau: float = 1.0) -> None:
+        super().__init__()
+        self.tau = float(tau)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return de_escalate(x, self.tau, mask=mask, is_causal=is_causal)
+
+    def extra_repr(self) -> str:
+        return f"tau={self.tau}"
+
+
+class FeatScale(nn.Module):
+    """(1 + s) ⊙ LFC[x] + (1 + t) ⊙ HFC[x], s and t learned per channel, zero at first (Wang et al. 2022)."""
+
+    def __init__(self, dim: int, *, device=None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        self.high = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return frequency_filter(x, 1 + self.low, 1 + self.high, mask=mask, is_causal=is_causal)
+
+
+class ContraNorm(nn.Module):
+    """(1 + s)x − s·softmax(x̂ x̂ᵀ / t)x, x̂ the tokens at unit length (Guo et al. 2023)."""
+
+    def __init__(self, scale: float = 0.1, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature = float(scale), float(temperature)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        unit = F.normalize(x, dim=-1)
+        key_mask = None if mask is None else mask[..., None, :]
+        attended = F.scaled_dot_product_attention(
+            unit, unit, x, attn_mask=key_mask, is_causal=is_causal, scale=1 / self.temperature
+        )
+        return (1 + self.scale) * x - self.scale * attended
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, temperature={self.temperature}"

@@ -1,0 +1,192 @@
+"""The bases of spectra, of all layers of a model in one call, and not again until they change.
+
+A factorisation is kept with a copy of what was factorised, and holds while the values are the same. Comparing values is
+one pass over memory, and no way of writing to a parameter escapes it: `.data`, collectives, loading, another copy of
+the model. What the ops return are copies, since a compiler may reuse the memory of an op's result.
+
+Gradients, which never divide by the distance of two eigenvalues (a second derivative is taken through the reference):
+    Q of Θ = QR:  ∂Θ = (G + Q copyltu(−Gᵀ Q)) R⁻ᵀ,  copyltu(M) = tril(M) + stril(M)ᵀ
+    V⁻¹ of V:     ∂V = −V⁻ᵀ G V⁻ᵀ
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from overtone import reference
+from overtone.backends import select
+from overtone.ops import checks, library
+from overtone.ops.spectrum import invert
+
+__all__ = ["BasisCache", "inverse_basis", "orthonormal_basis"]
+
+
+class _Entry(NamedTuple):
+    matrix: Tensor
+    backend: str
+    results: tuple[Tensor, ...]
+
+
+class BasisCache:
+    """The last factorisation of every kind, for one model. A copy of a cache, deep or pickled, is an empty one."""
+
+    _alive: WeakValueDictionary[str, BasisCache] = WeakValueDictionary()
+    _names = map(str, itertools.count())
+
+    def __init__(self) -> None:
+        # Ops take the name: a string, which torch.compile never makes a symbol of.
+        self.name = next(BasisCache._names)
+        self._entries: dict[str, _Entry] = {}
+        BasisCache._alive[self.name] = self
+
+    def __deepcopy__(self, memo: dict) -> BasisCache:
+        return BasisCache()
+
+    def __reduce__(self):
+        return BasisCache, ()
+
+    @staticmethod
+    def find(name: str, kind: str, matrix: Tensor, backend: str) -> tuple[Tensor, ...] | None:
+        """Copies of the results for this very matrix, if they are known."""
+        entry = BasisCache._entries_of(name).get(kind)
+        if entry is None or entry.backend != backend or not _equal(entry.matrix, matrix):
+            return None
+        return tuple(result.clone() for result in entry.results)
+
+    @staticmethod
+    def store(name: str, kind: str, matrix: Tensor, backend: str, results: tuple[Tensor, ...]) -> None:
+        copies = tuple(result.clone() for result in results)
+        BasisCache._entries_of(name)[kind] = _Entry(matrix.clone(), backend, copies)
+
+    @staticmethod
+    def _entries_of(name: str) -> dict[str, _Entry]:
+        cache = BasisCache._alive.get(name)
+        return {} if cache is None else cache._entries
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def orthonormal_basis(theta: Tensor, cache: BasisCache) -> Tensor:
+    """The orthonormal factor Q of theta [..., n, n] = QR with diag(R) > 0."""
+    checks.matrices("orthonormal_basis", "theta", theta, square=True)
+    return torch.ops.overtone.orthonormal_basis(theta, cache.name)[0]
+
+
+def inverse_basis(v: Tensor, max_condition: float, cache: BasisCache) -> Tensor:
+    """The inverse of v [..., n, n]; raises where ‖v‖₁ ‖v⁻¹‖₁, its condition number, exceeds max_condition."""
+    checks.matrices("inverse_basis", "v", v, square=True)
+    return torch.ops.overtone.inverse_basis(v, max_condition, cache.name)
+
+
+def _orthonormal(theta: Tensor, cache: str) -> tuple[Tensor, Tensor]:
+    backend = select("qr", None, theta)
+    known = BasisCache.find(cache, "orthonormal", theta, backend)
+    if known is not None:
+        return known[0], known[1]
+    if backend == "reference":
+        q, r = reference.linalg.qr(theta)
+    else:
+        q, r, _ = torch.ops.overtone.qr_raising(theta, False, True, "orthonormal_basis")
+    BasisCache.store(cache, "orthonormal", theta, backend, (q, r))
+    return q, r
+
+
+def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
+    backend = select("compose_general", None, v)
+    known = BasisCache.find(cache, "inverse", v, backend)
+    if known is not None:
+        return known[0]
+    _raise_unless(v.isfinite().all(-1).all(-1), lambda _: "is not finite")
+    if backend == "reference":
+        inverse = _plain_inverse(v)
+    else:
+        inverse = invert(v)
+    condition = torch.linalg.matrix_norm(v, 1) * torch.linalg.matrix_norm(inverse, 1)
+    _raise_unless(condition <= max_condition, lambda first: _too_large(condition[first].item(), max_condition))
+    BasisCache.store(cache, "inverse", v, backend, (inverse,))
+    return inverse
+
+
+def _too_large(condition: float, limit: float) -> str:
+    return (
+        f"has a condition number of {condition:.2g}, above max_condition={limit:g}: its inverse is not accurate. "
+        "Lower the learning rate, start from an orthogonal basis, or take kind='symmetric'"
+    )
+
+
+def _raise_unless(holds: Tensor, complaint: Callable[[tuple[int, ...]], str]) -> None:
+    if not holds.all():
+        first = tuple((~holds).nonzero()[0].tolist())
+        raise torch.linalg.LinAlgError(f"inverse_basis: v: basis {first or ''} {complaint(first)}".replace("  ", " "))
+
+
+def _plain_inverse(v: Tensor) -> Tensor:
+    """R⁻¹ Qᵀ. Not torch.linalg.inv, whose row interchanges in MKL were seen to hang on two threads."""
+    q, r = torch.linalg.qr(v)
+    return torch.linalg.solve_triangular(r, q.mT, upper=True)
+
+
+def _fake_orthonormal(theta, cache):
+    return theta.new_empty(theta.shape), theta.new_empty(theta.shape)
+
+
+def _fake_inverse(v, max_condition, cache):
+    return v.new_empty(v.shape)
+
+
+# Not "define": there is one implementation, in Python, for every device.
+def _define(schema: str, implementation, fake) -> None:
+    name = schema.partition("(")[0]
+    library.LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"overtone::{name}", fake, lib=library.LIBRARY)
+
+
+_define("orthonormal_basis(Tensor theta, str cache) -> (Tensor q, Tensor r)", _orthonormal, _fake_orthonormal)
+_define("inverse_basis(Tensor v, float max_condition, str cache) -> Tensor inverse", _inverse, _fake_inverse)
+
+
+def _save_orthonormal(ctx, inputs, output) -> None:
+    theta, _ = inputs
+    q, r = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(r)
+    ctx.save_for_backward(theta, q, r)
+
+
+def _orthonormal_backward(ctx, grad_q, _grad_r):
+    theta, q, r = ctx.saved_tensors
+    if grad_q is None:
+        return None, None
+    if torch.is_grad_enabled():
+        return (*library.differentiable_gradient(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
+    if select("qr", None, theta) != "reference":
+        return torch.ops.overtone.qr_backward(grad_q, None, q, r), None
+    with torch.autocast(theta.device.type, enabled=False):
+        m = -grad_q.mT @ q
+        total = grad_q + q @ (m.tril() + m.tril(-1).mT)
+        return torch.linalg.solve_triangular(r.mT, total, upper=False, left=False), None
+
+
+def _save_inverse(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _inverse_backward(ctx, grad):
+    v, inverse = ctx.saved_tensors
+    with torch.autocast(v.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            return (*library.differentiable_gradient(_plain_inverse, (v,), (grad,)), None, None)
+        return -inverse.mT @ grad @ inverse.mT, None, None
+
+
+library.differentiable("orthonormal_basis", setup=_save_orthonormal, backward=_orthonormal_backward)
+library.differentiable("inverse_basis", setup=_save_inverse, backward=_inverse_backward)

@@ -1,0 +1,57 @@
+"""The page's style: light and dark, from a phone to a wide screen. Figures use its colours."""
+
+STYLE = """\
+:root {
+  --paper: #fbfbfa; --card: #ffffff; --ink: #1d2330; --muted: #5c6475; --grid: #dfe3ea;
+  --smooth: #c2410c; --sharpen: #1d4ed8; --undecided: #8a90a0; --third: #0f766e; --fourth: #9333ea;
+  --sans: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #12151b; --card: #1a1e26; --ink: #e8eaf0; --muted: #a5adbd; --grid: #343a47;
+    --smooth: #fb923c; --sharpen: #82a8ff; --undecided: #8a90a0; --third: #4fd1c0; --fourth: #c79bff;
+  }
+}
+* { box-sizing: border-box; }
+html { scroll-behavior: smooth; }
+@media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
+body {
+  margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 72rem;
+  background: var(--paper); color: var(--ink); font: 1rem/1.6 var(--sans);
+}
+.brand { margin: 0; color: var(--muted); letter-spacing: .14em; text-transform: uppercase; font-size: .75rem; }
+h1 { margin: .2rem 0 .6rem; font-size: clamp(1.6rem, 5vw, 2.4rem); line-height: 1.15; overflow-wrap: anywhere; }
+h2 { margin: 0 0 .6rem; font-size: 1.35rem; }
+.lead { max-width: 46rem; font-size: 1.15rem; margin: 0 0 1.2rem; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .8rem; margin: 0 0 1.5rem; }
+.facts div { display: flex; flex-direction: column-reverse; justify-content: flex-end; padding: .8rem 1rem;
+  background: var(--card); border: 1px solid var(--grid); border-radius: .6rem; }
+.facts dt { color: var(--muted); font-size: .85rem; line-height: 1.35; }
+.facts dd { margin: 0; font-size: 1.4rem; white-space: nowrap; font-weight: 650; font-variant-numeric: tabular-nums; }
+nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: .6rem 0; margin: 0 0 2rem; list-style: none;
+  border-block: 1px solid var(--grid); }
+a { color: var(--sharpen); }
+section { margin-bottom: 3rem; }
+section > p { max-width: 46rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1rem;
+  margin: 1rem 0; align-items: start; }
+figure { margin: 0; padding: .8rem; background: var(--card); border: 1px solid var(--grid); border-radius: .6rem; }
+figure svg { display: block; width: 100%; height: auto; }
+figure svg text { font-family: var(--sans) !important; }
+figcaption { margin-top: .5rem; color: var(--muted); font-size: .9rem; line-height: 1.45; }
+.scroll { overflow-x: auto; margin: 1rem 0; background: var(--card); border: 1px solid var(--grid);
+  border-radius: .6rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+caption { padding: .7rem .8rem; text-align: left; font-weight: 600; }
+th, td { padding: .3rem .8rem; white-space: nowrap; border-top: 1px solid var(--grid); text-align: right; }
+th[scope="row"], th:first-child, td.text { text-align: left; }
+th { font-weight: 600; }
+thead th { color: var(--muted); }
+.note { color: var(--muted); font-size: .9rem; }
+details { margin: 1rem 0; }
+summary { cursor: pointer; color: var(--sharpen); }
+:focus-visible { outline: 2px solid var(--sharpen); outline-offset: 2px; }
+footer { margin-top: 4rem; padding-top: 1rem; border-top: 1px solid var(--grid); color: var(--muted);
+  font-size: .9rem; }
+@media print { nav { display: none; } figure, .scroll { break-inside: avoid; } }
+"""

@@ -1,0 +1,80 @@
+"""A table that can be printed, written as CSV and put on a page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias
+
+Cell: TypeAlias = str | int | float
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns. Numbers stay numbers: CSV has all their digits, people see four."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"Table {self.caption!r}: got a row of {len(row)} cells, wanted {len(self.columns)}")
+
+    def text(self) -> str:
+        """Aligned columns for a terminal."""
+        cells = [list(self.columns), *([shown(cell) for cell in row] for row in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+        is_number = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(row, widths, is_number, strict=True)
+            ).rstrip()
+            for row in cells
+        ]
+        lines.insert(1, "  ".join("─" * width for width in widths))
+        return "\n".join([self.caption, *lines, *([self.note] if self.note else [])])
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(self.rows)
+        return text.getvalue()
+
+    def html(self) -> str:
+        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
+        body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}"><table>'
+            f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+            f"</div>{note}"
+        )
+
+
+def shown(cell: Cell) -> str:
+    """A cell as people read it."""
+    if not isinstance(cell, float):
+        return str(cell)
+    if math.isnan(cell):
+        return "–"
+    if cell != 0 and (abs(cell) < 1e-3 or abs(cell) >= 1e5) and math.isfinite(cell):
+        return f"{cell:.2e}"
+    return f"{cell:.4g}"
+
+
+def _cells(row: Sequence[Cell]) -> str:
+    """The first cell names the row."""
+    first, *others = row
+    cells = "".join(
+        f'<td class="{"text" if isinstance(cell, str) else "number"}">{escape(shown(cell))}</td>' for cell in others
+    )
+    return f'<th scope="row">{escape(shown(first))}</th>{cells}'

@@ -1,0 +1,229 @@
+"""Spectra: modules whose forward() gives a weight W_V W_proj as basis_in · diag(eigenvalues) · basis_out (MATH §4).
+
+The regime is the sign of the eigenvalues: "sharpen" has λ ≤ 0, "smooth" has λ ≥ 0. Where every λ is in [−1, 0) no
+attention matrix makes the residual stream oversmooth; `guarantees` tells for every spectrum of a model.
+
+Everything here is computed in float32, or float64 for float64 parameters, inside autocast too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from overtone.ops import checks
+from overtone.ops.basis import BasisCache, inverse_basis, orthonormal_basis
+from overtone.reference.spectrum import SIGNS
+from overtone.types import Spectrum
+
+__all__ = [
+    "BasisCache",
+    "GeneralSpectrum",
+    "Guarantee",
+    "SpectrumModule",
+    "SymmetricSpectrum",
+    "evaluate",
+    "guarantees",
+    "make_spectrum",
+    "plain_magnitude",
+]
+
+# The smallest |λ| of a bounded general spectrum: zero is a tie between smoothing and sharpening.
+SMALLEST = 1e-3
+
+
+def plain_magnitude(dim: int) -> float:
+    """The root mean square of the singular values of W_V W_proj in a plain ViT, whose weights start at std 0.02."""
+    return min(0.02**2 * dim, 2 / 3)
+
+
+class SpectrumModule(nn.Module):
+    """What the two kinds share: parameters `basis` [dim, dim] and `raw_eigenvalues` [dim], a regime, a cache."""
+
+    basis: nn.Parameter
+    raw_eigenvalues: nn.Parameter
+
+    def __init__(self, dim: int, regime: str, bounded: bool, device, dtype) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"{name}: dim: got {dim!r}, wanted an integer of at least 1")
+        self.dim = dim
+        self.regime = checks.one_of(name, "regime", regime, tuple(SIGNS))
+        self.bounded = checks.flag(name, "bounded", bounded)
+        self.basis = nn.Parameter(torch.empty(dim, dim, device=device, dtype=dtype))
+        self.raw_eigenvalues = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self._cache = BasisCache()
+        self.reset_parameters()
+
+    @property
+    def sign(self) -> int:
+        return SIGNS[self.regime]
+
+    def reset_parameters(self, magnitude: float | None = None) -> None:
+        """A random orthogonal basis, and |λ| uniform around `magnitude`, by half of it: at the scale of a plain ViT.
+
+        Never above 1, so that a sharpening spectrum starts inside its guarantee.
+        """
+        magnitude = plain_magnitude(self.dim) if magnitude is None else magnitude
+        nn.init.orthogonal_(self.basis)
+        with torch.no_grad():
+            spread = torch.empty_like(self.raw_eigenvalues).uniform_(0.5, 1.5)
+            self.set_spectrum(self.basis.detach(), self.sign * (magnitude * spread).clamp(max=1))
+
+    def set_spectrum(self, basis: Tensor, eigenvalues: Tensor) -> None:
+        """Start at this basis [dim, dim] and these eigenvalues [dim], which must have the regime's sign."""
+        size = self.sign * eigenvalues
+        if not size.is_meta and not bool((size >= 0).all()):
+            wanted = f"the sign of regime {self.regime!r} for all of them"
+            raise ValueError(f"{type(self).__name__}: eigenvalues: got {eigenvalues.tolist()}, wanted {wanted}")
+        with torch.no_grad():
+            self.basis.copy_(basis)
+            self.raw_eigenvalues.copy_(self._raw(size))
+
+    def _raw(self, size: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def eigenvalues(self) -> Tensor:
+        """λ, [dim]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
+        """basis_in and basis_out of every member, [members, dim, dim] each."""
+        raise NotImplementedError
+
+    def forward(self) -> Spectrum:
+        return evaluate([self], self._cache)[0]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, regime={self.regime!r}, bounded={self.bounded}"
+
+
+class SymmetricSpectrum(SpectrumModule):
+    """W = V Λ Vᵀ: V the orthonormal factor of `basis` (QR with diag R > 0), Λ = ±ψ² with ψ = `raw_eigenvalues`.
+
+    Args:
+        dim: of the tokens.
+        regime: "sharpen" (Λ = −ψ²) or "smooth" (Λ = +ψ²).
+        bounded: Λ = ±1/(1 + ψ²) instead, in [−1, 0) or (0, 1] whatever ψ is: sharpening stays guaranteed in training.
+            Without it a ψ² above one loses the guarantee, and a spectrum of nothing but large ψ smooths; `guarantees`
+            reports it.
+    """
+
+    def __init__(
+        self, dim: int, regime: str = "sharpen", *, bounded: bool = False, device=None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(dim, regime, bounded, device, dtype)
+
+    def eigenvalues(self) -> Tensor:
+        squared = _wide(self.raw_eigenvalues).square()
+        return self.sign / (1 + squared) if self.bounded else self.sign * squared
+
+    def _raw(self, size: Tensor) -> Tensor:
+        # A bounded λ of zero would need an infinite ψ.
+        return (1 / size.clamp(SMALLEST, 1) - 1).sqrt() if self.bounded else size.sqrt()
+
+    @staticmethod
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
+        q = orthonormal_basis(matrices, cache)
+        return q, q.mT
+
+
+class GeneralSpectrum(SpectrumModule):
+    """W = V Λ V⁻¹: V = `basis` itself, Λ = `raw_eigenvalues` clipped to [−1, 0] (sharpen) or [0, 1] (smooth).
+
+    Args:
+        dim: of the tokens.
+        regime: "sharpen" or "smooth".
+        bounded: the clip interval leaves zero out, [−1, −0.001] or [0.001, 1]: zero is a tie.
+        max_condition: the largest condition number ‖V‖₁‖V⁻¹‖₁ that forward accepts; above it, it raises.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        regime: str = "sharpen",
+        *,
+        bounded: bool = False,
+        max_condition: float = 1e5,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, regime, bounded, device, dtype)
+        self.max_condition = float(max_condition)
+
+    def eigenvalues(self) -> Tensor:
+        low, high = sorted((self.sign * (SMALLEST if self.bounded else 0.0), self.sign * 1.0))
+        return _wide(self.raw_eigenvalues).clamp(low, high)
+
+    def _raw(self, size: Tensor) -> Tensor:
+        return self.sign * size.clamp(SMALLEST if self.bounded else 0, 1)
+
+    @staticmethod
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
+        limit = min(cast(GeneralSpectrum, member).max_condition for member in members)
+        return matrices, inverse_basis(matrices, limit, cache)
+
+
+KINDS: dict[str, type[SpectrumModule]] = {"symmetric": SymmetricSpectrum, "general": GeneralSpectrum}
+
+
+def make_spectrum(kind: str, dim: int, regime: str, **options) -> SpectrumModule:
+    """A spectrum by the name of its kind, "symmetric" or "general"."""
+    return KINDS[checks.one_of("make_spectrum", "kind", kind, tuple(KINDS))](dim, regime, **options)
+
+
+def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spectrum]:
+    """Every module's Spectrum, from one batched factorisation per kind, which `cache` keeps until a basis changes."""
+    results: dict[int, Spectrum] = {}
+    for kind in KINDS.values():
+        members = [(place, spectrum) for place, spectrum in enumerate(spectra) if type(spectrum) is kind]
+        if not members:
+            continue
+        places, modules = zip(*members, strict=True)
+        matrices = torch.stack([_wide(spectrum.basis) for spectrum in modules])
+        bases_in, bases_out = (bases.unbind(0) for bases in kind.bases(matrices, modules, cache))
+        eigenvalues = [spectrum.eigenvalues() for spectrum in modules]
+        results |= dict(zip(places, map(Spectrum, bases_in, eigenvalues, bases_out), strict=True))
+    return [results[place] for place in range(len(spectra))]
+
+
+class Guarantee(NamedTuple):
+    """Whether a spectrum's eigenvalues are inside the interval for which its regime is guaranteed."""
+
+    name: str
+    regime: str
+    holds: bool
+    lowest: float
+    highest: float
+    outside: int  # eigenvalues outside the interval
+
+    def __str__(self) -> str:
+        interval = "[-1, 0)" if self.regime == "sharpen" else "(0, inf)"
+        verdict = "guaranteed" if self.holds else f"NOT guaranteed: {self.outside} eigenvalues outside {interval}"
+        return f"{self.name or 'spectrum'}: {self.regime}, λ from {self.lowest:.3g} to {self.highest:.3g}, {verdict}"
+
+
+@torch.no_grad()
+def guarantees(model: nn.Module) -> list[Guarantee]:
+    """For every spectrum in the model: is its regime guaranteed, whatever the attention is?
+
+    Sharpening is for λ in [−1, 0), all of them; smoothing for λ > 0. An unbounded −ψ² may leave the interval in
+    training, and where every ψ² exceeds 2/(1 + λ_1^A) it smooths (MATH §5).
+    """
+    return [_guarantee(name, part) for name, part in model.named_modules() if isinstance(part, SpectrumModule)]
+
+
+def _guarantee(name: str, spectrum: SpectrumModule) -> Guarantee:
+    eigenvalues = spectrum.eigenvalues()
+    inside = (eigenvalues >= -1) & (eigenvalues < 0) if spectrum.regime == "sharpen" else eigenvalues > 0
+    low, high = (bound.item() for bound in eigenvalues.aminmax())
+    return Guarantee(name, spectrum.regime, bool(inside.all()), low, high, int((~inside).sum()))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(checks.statistics_dtype(x.dtype))

@@ -1,0 +1,12 @@
+"""The study: trains free, smoothing and sharpening ViTs and writes the papers' tables and figures on that data.
+
+    from overtone.study import Plan, study
+
+    outcome = study(Plan.of("digits"), "reports/study-digits")     # goes on where it was stopped
+    print(outcome.report, outcome.all_facts_hold)
+
+It needs packages that overtone itself does not: pip install 'overtone[study]'.
+"""
+
+from overtone.study.plan import REGIMES, Plan, Run
+from overtone.study.study import Outcome, study

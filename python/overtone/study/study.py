@@ -1,0 +1,89 @@
+"""study: a plan and a folder in, the report out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from overtone import _extension
+from overtone.backends import select
+from overtone.study.plan import Plan
+from overtone.study.results import Fact, Results
+from overtone.study.runs import run_all
+from overtone.study.untrained import untrained
+from overtone.training import ConfigError, load_data
+
+
+class Outcome(NamedTuple):
+    """What a study leaves."""
+
+    report: Path
+    results: Results
+    facts: list[Fact]
+
+    @property
+    def all_facts_hold(self) -> bool:
+        return all(fact.holds for fact in self.facts)
+
+
+def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: bool = True) -> Outcome:
+    """Train what is not trained yet, measure it, and write report.html, a CSV per table and a PNG per figure.
+
+    Args:
+        plan: what to train; see `Plan.of`.
+        folder: of the report. Its `runs` are kept: a study that was stopped goes on, a finished one only writes again.
+        jobs: runs at a time; default: one per core, one alone where there is a GPU.
+        progress: say on stderr how far it is.
+    """
+    _check_packages()
+    folder = Path(folder)
+    where = where_it_runs()
+    load_data(plan.config)  # missing or damaged data is told before anything is trained
+    runs = run_all(plan.runs(), folder / "runs", images=plan.images, jobs=jobs, progress=progress)
+    _say("random models: ViT-B/16, token similarity, LayerNorm's sign", progress)
+    results = Results(plan, runs, untrained(plan.quick))
+    _say("tables and figures", progress)
+    return Outcome(_write(results, folder, where), results, results.facts())
+
+
+def _check_packages() -> None:
+    try:
+        import matplotlib
+        import tqdm
+    except ImportError as error:
+        raise ConfigError(f"a study needs {error.name}: pip install 'overtone[study]'") from None
+    del matplotlib, tqdm
+
+
+def where_it_runs() -> str:
+    """The backend of the study's ops; raises where the one that was asked for cannot run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = select("spectral_attention", None, torch.empty(0, device=device))
+    if backend != "cpu" or _extension.native is None:
+        return f"the {backend} backend"
+    return f"the cpu backend ({_extension.native.isa()} kernels)"
+
+
+def _write(results: Results, folder: Path, where: str) -> Path:
+    # Imported here: matplotlib is no package of overtone itself.
+    from overtone.study.figures import all_figures
+    from overtone.study.page import page
+    from overtone.study.tables import all_tables
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tables, figures = all_tables(results), all_figures(results)
+    for name, table in tables.items():
+        (folder / f"{name}.csv").write_text(table.csv(), encoding="utf-8")
+    for name, figure in figures.items():
+        (folder / f"{name}.png").write_bytes(figure.png)
+    report = folder / "report.html"
+    page(results, tables, figures, where).write(report)
+    return report
+
+
+def _say(text: str, shown: bool) -> None:
+    if shown:
+        print(text, file=sys.stderr, flush=True)

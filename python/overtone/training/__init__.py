@@ -1,0 +1,22 @@
+"""Training: `overtone train` from Python.
+
+    from overtone.training import TrainConfig, load_model, train
+
+    result = train(TrainConfig(data="digits", regime="sharpen", depth=4, epochs=20), "runs/sharpen", resume=True)
+    model = load_model("runs/sharpen")
+
+It needs packages that overtone itself does not: pip install 'overtone[study]'.
+"""
+
+from overtone.training.config import TrainConfig
+from overtone.training.data import Data, DataInfo, load_data, resolved
+from overtone.training.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    LostProcessError,
+    TrainingError,
+)
+from overtone.training.model import build_model, load_config, load_info, load_model
+from overtone.training.trainer import TrainResult, train

@@ -1,0 +1,89 @@
+"""The model that a configuration describes, and the file that a trained one is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from overtone import models
+from overtone.training import checkpoint
+from overtone.training.config import TrainConfig
+from overtone.training.data import DataInfo, resolved
+from overtone.training.errors import CheckpointError, ConfigError
+
+SIZES = {"tiny": models.vit_tiny, "small": models.vit_small, "base": models.vit_base}
+
+
+def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer:
+    """With the weights that the seed decides. torch's generator is left as it was."""
+    config = resolved(config)
+    options = {
+        "depth": config.depth,
+        "kind": config.kind,
+        "bounded": config.bounded,
+        "norm": config.norm,
+        "norm_sign": config.norm_sign,
+        "pool": config.pool,
+        "method": config.method,
+        "strength": config.strength,
+        "drop_path": config.drop_path,
+        "checkpointing": config.recompute,
+        "in_channels": info.channels,
+        "position_std": config.position_std,
+    }
+    build: Callable[..., models.VisionTransformer] = SIZES[config.size]
+    if config.dim is not None:
+        build = models.VisionTransformer
+        options |= {"dim": config.dim, "num_heads": config.heads or max(1, config.dim // 64)}
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        try:
+            return build(config.image_size, config.patch_size, len(info.classes), config.regimes, **options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def save_model(folder: Path, config: TrainConfig, info: DataInfo, weights: dict[str, Tensor]) -> None:
+    state = {"config": config.to_dict(), "data": info._asdict()}
+    checkpoint.write_tensors(folder / checkpoint.WEIGHTS, weights, state)
+
+
+def load_model(run: str | Path) -> models.VisionTransformer:
+    """The trained model of a run, ready to use (eval mode, on the CPU).
+
+    Args:
+        run: the run's folder, or its model.safetensors.
+    """
+    path = _weights_file(run)
+    state = checkpoint.read_state(path)
+    model = build_model(TrainConfig.from_dict(state["config"], str(path)), DataInfo(**state["data"]))
+    tensors = checkpoint.read_tensors(path)
+    model.to(next(iter(tensors.values())).dtype)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: its weights do not fit its configuration: {error}") from None
+    return model.eval()
+
+
+def load_config(run: str | Path) -> TrainConfig:
+    """The configuration of a run."""
+    path = _weights_file(run)
+    return TrainConfig.from_dict(checkpoint.read_state(path)["config"], str(path))
+
+
+def load_info(run: str | Path) -> DataInfo:
+    """What a run's model knows about its data: classes, channels, mean and standard deviation of the pixels."""
+    return DataInfo(**checkpoint.read_state(_weights_file(run))["data"])
+
+
+def _weights_file(run: str | Path) -> Path:
+    path = Path(run)
+    if path.is_dir():
+        path = path / checkpoint.WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no trained model there; it is written after a run's first epoch")
+    return path

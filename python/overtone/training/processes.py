@@ -1,0 +1,92 @@
+"""The processes of a run: one, or those that torchrun started, on PyTorch's own engines (DDP, FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from overtone.training.config import TrainConfig
+from overtone.training.errors import ConfigError, LostProcessError
+
+# What gloo and nccl say when they have lost another process.
+_SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "timed out", "timeout", "process group")
+
+
+class Processes:
+    """What a process must know about the others. Use it as a context: inside, they are connected."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        environment = os.environ
+        self.connected = "RANK" in environment and "WORLD_SIZE" in environment
+        self.rank = int(environment["RANK"]) if self.connected else 0
+        self.count = int(environment["WORLD_SIZE"]) if self.connected else 1
+        self.is_first = self.rank == 0
+        self.config = config
+        self.device = self._device(int(environment.get("LOCAL_RANK", 0)))
+
+    def _device(self, local_rank: int) -> torch.device:
+        wanted = self.config.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device: cuda was asked for, but torch finds no GPU here; use auto or cpu")
+        if wanted == "cpu" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", local_rank)
+
+    def __enter__(self) -> Processes:
+        if self.connected:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            timeout = datetime.timedelta(seconds=self.config.timeout)
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if not self.connected:
+            return
+        if error is None:
+            dist.destroy_process_group()
+        elif isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
+            # The group is left as it is: waiting for the others is what must not happen now.
+            raise LostProcessError(
+                f"process {self.rank} of {self.count} lost the others: one failed, or hung for more than "
+                f"{self.config.timeout:g} s ({str(error).splitlines()[0]}); "
+                "the last checkpoint is whole: go on with --resume"
+            ) from error
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model as this process trains it. `model` keeps its parameters' names, sharded in place by FSDP2."""
+        if not self.connected:
+            return model
+        if self.config.parallel == "ddp":
+            return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.count,))
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def gradients(self, wrapped: nn.Module, complete: bool) -> AbstractContextManager:
+        """Around forward and backward: gradients are exchanged only when a step's last part makes them complete."""
+        if isinstance(wrapped, DistributedDataParallel):
+            return contextlib.nullcontext() if complete else wrapped.no_sync()
+        if self.connected:
+            wrapped.set_requires_gradient_sync(complete)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Over the processes."""
+        if not self.connected:
+            return value
+        value = value.clone()
+        dist.all_reduce(value)
+        return value

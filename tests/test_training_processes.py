@@ -1,0 +1,109 @@
+"""Several processes: the losses of one, checkpoints that any number can go on from, and an end when one fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kit import runs
+
+from overtone.training import LostProcessError, checkpoint, train
+from overtone.training.trainer import Trainer
+
+# Stochastic depth draws per process; without it the runs differ only in the order of sums.
+EXACT = runs.TINY.replace(precision="float64", drop_path=0.0, checkpoint_steps=0)
+# In float64 that is 1e-16 a step, and AdamW may enlarge it; a sample, weight or factor that is wrong shows in the
+# second digit of the loss.
+ROUNDING = 1e-9
+
+
+def train_all(folder: Path, changes: dict) -> None:
+    train(EXACT.replace(**changes), folder, resume=True, progress=False)
+
+
+def train_one_epoch(folder: Path, changes: dict) -> None:
+    finish = Trainer._finish_epoch
+
+    def finish_and_stop(self, *arguments):
+        finish(self, *arguments)
+        sys.exit(0)
+
+    Trainer._finish_epoch = finish_and_stop
+    train_all(folder, changes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    runs.run_well(train_all, folder, {})
+    return folder
+
+
+def check_same_up_to_rounding(folder: Path, alone: Path) -> None:
+    (tensors, history), (expected_tensors, expected_history) = runs.outcome(folder), runs.outcome(alone)
+    assert len(history) == len(expected_history) == EXACT.epochs
+    for row, expected in zip(history, expected_history, strict=True):
+        assert row == pytest.approx(expected, rel=ROUNDING)
+    for name, expected in expected_tensors.items():
+        torch.testing.assert_close(tensors[name], expected, rtol=ROUNDING, atol=ROUNDING, msg=name)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(alone, tmp_path, parallel):
+    runs.run_well(train_all, tmp_path, {"parallel": parallel}, processes=2)
+    check_same_up_to_rounding(tmp_path, alone)
+
+
+@pytest.mark.parametrize(("first", "then", "parallel"), [(2, 1, "fsdp"), (1, 2, "fsdp"), (2, 1, "ddp")])
+def test_a_checkpoint_goes_on_with_another_number_of_processes(alone, tmp_path, first, then, parallel):
+    runs.run_well(train_one_epoch, tmp_path, {"parallel": parallel}, processes=first)
+    assert len(checkpoint.read_state(tmp_path / checkpoint.CHECKPOINT)["history"]) == 1
+    runs.run_well(train_all, tmp_path, {"parallel": parallel}, processes=then)
+    check_same_up_to_rounding(tmp_path, alone)
+
+
+def lose_a_process(folder: Path) -> None:
+    update = Trainer._update
+
+    def dying_update(self, *arguments):
+        if self.step == 2 and self.processes.rank == 1:
+            runs.die()
+        update(self, *arguments)
+
+    Trainer._update = dying_update
+    try:
+        train_all(folder, {})
+    except LostProcessError as error:
+        (folder / "message").write_text(str(error))
+        sys.exit(error.exit_status)
+
+
+def test_a_lost_process_ends_the_others(tmp_path):
+    start = time.monotonic()
+    assert runs.statuses(runs.start(lose_a_process, tmp_path, processes=2)) == [1, -9]
+    assert time.monotonic() - start < runs.SECONDS
+    message = (tmp_path / "message").read_text()
+    assert message.startswith("process 0 of 2 lost the others") and "--resume" in message
+
+
+def test_torchrun_ends_when_one_process_fails(tmp_path):
+    """One image is broken, so one of the two processes fails while the other waits for its gradients."""
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
+    for number in range(8):
+        place = tmp_path / "data" / str(number % 2) / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (8, 8), (number, 0, 0)).save(place)
+    broken = tmp_path / "data" / "1" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    options = "--data folder --image-size 8 --patch-size 4 --dim 16 --heads 2 --depth 1 --batch-size 2 --timeout 60"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "overtone", "train", *options.split(), "--data-dir", str(tmp_path / "data")]
+    result = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=runs.SECONDS, check=False
+    )
+    assert result.returncode != 0
+    assert f"not a readable image: {broken}" in result.stderr
