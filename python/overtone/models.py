@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from overtone.nn.attention import SpectralAttention
+from overtone.nn.attention import SpectralAttention, evaluate_layers
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
 from overtone.nn.norms import SignedLayerNorm
 from overtone.ops import checks
 from overtone.ops.frequency import frequency_norms
-from overtone.spectrum import BasisCache, evaluate
+from overtone.spectrum import BasisCache
 from overtone.types import FrequencyNorms, Spectrum
 
 __all__ = ["METHODS", "Block", "VisionTransformer", "vit_base", "vit_small", "vit_tiny"]
@@ -251,13 +251,7 @@ class VisionTransformer(nn.Module):
 
     def evaluate_spectra(self) -> list[Spectrum | None]:
         """Every layer's spectrum from one batched factorisation; None for layers that must do it themselves."""
-        blocks = self.layers
-        ready = [layer for layer, block in enumerate(blocks) if _is_ready(block.attn)]
-        spectra = evaluate([blocks[layer].attn.spectrum for layer in ready], self._cache)
-        results: list[Spectrum | None] = [None] * len(blocks)
-        for layer, spectrum in zip(ready, spectra, strict=True):
-            results[layer] = spectrum
-        return results
+        return evaluate_layers([block.attn for block in self.layers], self._cache)
 
     def _features(self, images: Tensor, return_norms: bool) -> tuple[Tensor, list[FrequencyNorms] | None]:
         x = self.patch_embed(images)
@@ -288,11 +282,6 @@ def _regimes(regime: str | Sequence[str], depth: int) -> list[str]:
     if len(regimes) != depth:
         raise ValueError(f"vit: regime: got {len(regimes)} of them, wanted one, or one for each of {depth} layers")
     return regimes
-
-
-def _is_ready(attention: SpectralAttention) -> bool:
-    """Whether the layer's basis can be read here. FSDP2 may keep it sharded until the layer's own forward."""
-    return attention.regime != "free" and type(attention.spectrum.basis) in (nn.Parameter, Tensor)
 
 
 def vit_tiny(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from overtone import reference
 from overtone.ops import checks
 from overtone.ops.attention import spectral_attention
 from overtone.ops.frequency import frequency_filter, frequency_norms
-from overtone.spectrum import SpectrumModule, make_spectrum
+from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
-__all__ = ["REGIMES", "SpectralAttention"]
+__all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
 
 REGIMES = ("free", "sharpen", "smooth")
 
@@ -35,6 +36,8 @@ class SpectralAttention(nn.Module):
         head_gain: AttnScale's ω, one per head, learned, zero at first.
         centred: A_h − Π in place of A_h (Ali et al. 2023).
         neutreno: NeuTRENO's γ: adds γ(V⁰ − V) to the heads, V⁰ the first layer's values.
+        attn_drop: dropout of the attention weights in training, which then runs in plain PyTorch.
+        scale: of the logits; None is 1/√(dim / num_heads).
 
     forward(x [B, N, dim]) gives [B, N, dim]; with return_norms also the FrequencyNorms of that.
     """
@@ -55,6 +58,8 @@ class SpectralAttention(nn.Module):
         head_gain: bool = False,
         centred: bool = False,
         neutreno: float = 0.0,
+        attn_drop: float = 0.0,
+        scale: float | None = None,
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +69,7 @@ class SpectralAttention(nn.Module):
         self.regime = checks.one_of("SpectralAttention", "regime", regime, REGIMES)
         self.dim, self.num_heads, self.kind = dim, num_heads, kind
         self.centred, self.neutreno = centred, float(neutreno)
+        self.attn_drop, self.scale = float(attn_drop), scale
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
         if regime == "free":
@@ -99,23 +105,49 @@ class SpectralAttention(nn.Module):
         """
         spectrum = self.evaluate() if spectrum is None else spectrum
         query, key, value = self.project(x, spectrum)
-        basis = spectrum.basis_out.to(query.dtype)
+        return self.attend(
+            query, key, value, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            first_values=first_values, return_norms=return_norms,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spectrum: Spectrum,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        first_values: Tensor | None = None,
+        return_norms: bool = False,
+    ) -> Any:
+        """The second half of forward, from what `project` gave: keys and values may be more than queries."""
         masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         extra = self._neutreno_term(value, first_values, spectrum)
         if self.centred:
-            value, extra = self._centre(value, extra, spectrum, masks)
-        bias = self._output_bias()
+            value, extra = self._centre(query, key, value, extra, spectrum, masks)
         inside, outside = _split_residual(residual, query)
-        for term in (bias, extra):
+        for term in (self._output_bias(), extra):
             if term is not None:
-                inside = _add(inside, term.to(query.dtype), x.shape)
-        outcome: Any = spectral_attention(
-            query, key, value, spectrum.eigenvalues, basis, residual=inside, head_gain=self.head_gain,
-            return_norms=return_norms and outside is None, **masks,
+                inside = _add(inside, term.to(query.dtype), (query.shape[0], query.shape[2], self.dim))
+        run = self._attend_with_dropout if self.training and self.attn_drop > 0 else spectral_attention
+        outcome: Any = run(
+            query, key, value, spectrum.eigenvalues, spectrum.basis_out.to(query.dtype), residual=inside,
+            scale=self.scale, head_gain=self.head_gain, return_norms=return_norms and outside is None, **masks,
         )  # fmt: skip
         if outside is None:
             return outcome
         y = outside + outcome
+        return (y, frequency_norms(y)) if return_norms else y
+
+    def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
+        """What the fused op computes, with dropout of the attention weights, in plain PyTorch."""
+        weights = F.dropout(reference.attention_weights(query, key, **options), self.attn_drop)
+        heads = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
+        y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
+        y = y if residual is None else residual + y
         return (y, frequency_norms(y)) if return_norms else y
 
     def evaluate(self) -> Spectrum:
@@ -138,7 +170,7 @@ class SpectralAttention(nn.Module):
         """A [B, H, N, N], by the reference: for analysis."""
         query, key, _ = self.project(x)
         return reference.attention_weights(
-            query, key, attn_mask=attn_mask, is_causal=is_causal, head_gain=self.head_gain
+            query, key, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, head_gain=self.head_gain
         )
 
     def value_projection(self) -> tuple[Tensor, Tensor]:
@@ -161,17 +193,17 @@ class SpectralAttention(nn.Module):
         scaled = (self.neutreno * spectrum.eigenvalues).to(difference.dtype)
         return (difference * scaled) @ spectrum.basis_out.to(difference.dtype)
 
-    def _centre(self, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
+    def _centre(self, query, key, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
         """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
         if masks["attn_mask"] is None and not masks["is_causal"]:
             return frequency_filter(value, 0.0, 1.0), extra
-        same = torch.zeros_like(value)
+        query = torch.zeros_like(query)  # equal logits: the mean
         mask = masks["attn_mask"]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != -torch.inf
         basis = spectrum.basis_out.to(value.dtype)
         centre: Any = spectral_attention(
-            same, same, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
+            query, key, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
             is_causal=masks["is_causal"],
         )  # fmt: skip
         return value, centre
@@ -183,6 +215,20 @@ class SpectralAttention(nn.Module):
         return ", ".join(options)
 
 
+def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
+    """Every layer's spectrum from one batched factorisation; None for layers without one, and for those whose basis
+    cannot be read yet: FSDP2 may keep it sharded until the layer's own forward."""
+    ready = [
+        place
+        for place, layer in enumerate(layers)
+        if layer.regime != "free" and type(layer.spectrum.basis) in (nn.Parameter, Tensor)
+    ]
+    results: list[Spectrum | None] = [None] * len(layers)
+    for place, spectrum in zip(ready, evaluate([layers[place].spectrum for place in ready], cache), strict=True):
+        results[place] = spectrum
+    return results
+
+
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What is added inside the op, and what outside: a residual stream wider than the op's dtype is not rounded."""
     if residual is None or residual.dtype == query.dtype:
@@ -190,5 +236,5 @@ def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | No
     return None, residual
 
 
-def _add(tensor: Tensor | None, term: Tensor, shape: torch.Size) -> Tensor:
+def _add(tensor: Tensor | None, term: Tensor, shape: tuple[int, ...]) -> Tensor:
     return term.expand(shape) if tensor is None else tensor + term
