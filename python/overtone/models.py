@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from overtone.nn.attention import SpectralAttention, evaluate_layers
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
+from overtone.nn.mlp import Mlp
 from overtone.nn.norms import SignedLayerNorm
 from overtone.ops import checks
 from overtone.ops.frequency import frequency_norms
@@ -78,18 +78,6 @@ class _Options(NamedTuple):
         return FeatScale(self.dim, **self.factory) if self.method == "feat_scale" else None
 
 
-class Mlp(nn.Module):
-    """fc2(GELU(fc1(x)))."""
-
-    def __init__(self, dim: int, hidden: int, factory: dict) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden, **factory)
-        self.fc2 = nn.Linear(hidden, dim, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class Block(nn.Module):
     """Attention and an MLP, each with a residual and a LayerNorm, before (pre-norm) or after it (post-norm).
 
@@ -102,7 +90,7 @@ class Block(nn.Module):
         self.norm1 = options.norm()
         self.attn = options.attention(regime)
         self.norm2 = options.norm()
-        self.mlp = Mlp(options.dim, int(options.dim * options.mlp_ratio), options.factory)
+        self.mlp = Mlp(options.dim, int(options.dim * options.mlp_ratio), **options.factory)
         self.filter = options.filter()
 
     def forward(

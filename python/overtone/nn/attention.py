@@ -159,12 +159,14 @@ class SpectralAttention(nn.Module):
     def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, N, D] each, views of packed products."""
         if self.regime == "free":
-            query, key, value = self._heads(self.qkv(x), 3)
-            return query, key, value
-        spectrum = self.evaluate() if spectrum is None else spectrum
-        query, key = self._heads(self.qk(x), 2)
-        (value,) = self._heads(F.linear(x, spectrum.basis_in.mT.to(self.qk.weight.dtype)), 1)
-        return query, key, value
+            packed = self.qkv(x)
+        else:  # one product for all three
+            basis = (self.evaluate() if spectrum is None else spectrum).basis_in
+            weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
+            bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
+            packed = F.linear(x, weight, bias)
+        query, key, value = packed.split(self.dim, -1)
+        return self._heads(query), self._heads(key), self._heads(value)
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """A [B, H, N, N], by the reference: for analysis."""
@@ -178,9 +180,9 @@ class SpectralAttention(nn.Module):
         basis_in, eigenvalues, basis_out = self.evaluate()
         return basis_in, eigenvalues[:, None] * basis_out
 
-    def _heads(self, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """[B, N, parts·H·D] as `parts` views [B, H, N, D]."""
-        return packed.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    def _heads(self, packed: Tensor) -> Tensor:
+        """[B, N, H·D] as a view [B, H, N, D]."""
+        return packed.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
