@@ -255,9 +255,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_atte
   const auto allocate = [&](int64_t need, const std::vector<int64_t>& size, ScalarType type) {
     return torch::stable::new_empty(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
   };
-  Tensor grad_query = allocate(kQuery, sizes_of(query), in.scalar_type);
-  Tensor grad_key = allocate(kKey, sizes_of(key), in.scalar_type);
-  Tensor grad_value = allocate(kValue, sizes_of(value), in.scalar_type);
+  // [B, H, N, D] as a view of [B, N, H, D], in which a model's projections take them without a copy.
+  const auto allocate_heads = [&](int64_t need, int64_t tokens) {
+    const Tensor packed = allocate(need, {shape.batch, tokens, shape.heads, shape.width}, in.scalar_type);
+    return (needs & need) != 0 ? torch::stable::transpose(packed, 1, 2) : packed;
+  };
+  Tensor grad_query = allocate_heads(kQuery, shape.queries);
+  Tensor grad_key = allocate_heads(kKey, shape.keys);
+  Tensor grad_value = allocate_heads(kValue, shape.keys);
   Tensor grad_eigenvalues = allocate(kEigenvalues, {shape.features()}, in.statistics);
   Tensor grad_basis = allocate(kBasis, {shape.features(), shape.channels}, in.statistics);
   Tensor grad_logits = allocate(kMask, {shape.batch, shape.heads, shape.queries, shape.keys}, in.statistics);

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from overtone.nn.attention import SpectralAttention
+from overtone.nn.attention import SpectralAttention, evaluate_layers
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
+from overtone.nn.mlp import Mlp
 from overtone.nn.norms import SignedLayerNorm
 from overtone.ops import checks
 from overtone.ops.frequency import frequency_norms
-from overtone.spectrum import BasisCache, evaluate
+from overtone.spectrum import BasisCache
 from overtone.types import FrequencyNorms, Spectrum
 
 __all__ = ["METHODS", "Block", "VisionTransformer", "vit_base", "vit_small", "vit_tiny"]
@@ -78,18 +78,6 @@ class _Options(NamedTuple):
         return FeatScale(self.dim, **self.factory) if self.method == "feat_scale" else None
 
 
-class Mlp(nn.Module):
-    """fc2(GELU(fc1(x)))."""
-
-    def __init__(self, dim: int, hidden: int, factory: dict) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden, **factory)
-        self.fc2 = nn.Linear(hidden, dim, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class Block(nn.Module):
     """Attention and an MLP, each with a residual and a LayerNorm, before (pre-norm) or after it (post-norm).
 
@@ -102,7 +90,7 @@ class Block(nn.Module):
         self.norm1 = options.norm()
         self.attn = options.attention(regime)
         self.norm2 = options.norm()
-        self.mlp = Mlp(options.dim, int(options.dim * options.mlp_ratio), options.factory)
+        self.mlp = Mlp(options.dim, int(options.dim * options.mlp_ratio), **options.factory)
         self.filter = options.filter()
 
     def forward(
@@ -253,13 +241,7 @@ class VisionTransformer(nn.Module):
 
     def evaluate_spectra(self) -> list[Spectrum | None]:
         """Every layer's spectrum from one batched factorisation; None for layers that must do it themselves."""
-        blocks = self.layers
-        ready = [layer for layer, block in enumerate(blocks) if _is_ready(block.attn)]
-        spectra = evaluate([blocks[layer].attn.spectrum for layer in ready], self._cache)
-        results: list[Spectrum | None] = [None] * len(blocks)
-        for layer, spectrum in zip(ready, spectra, strict=True):
-            results[layer] = spectrum
-        return results
+        return evaluate_layers([block.attn for block in self.layers], self._cache)
 
     def _features(self, images: Tensor, return_norms: bool) -> tuple[Tensor, list[FrequencyNorms] | None]:
         x = self.patch_embed(images)
@@ -290,11 +272,6 @@ def _regimes(regime: str | Sequence[str], depth: int) -> list[str]:
     if len(regimes) != depth:
         raise ValueError(f"vit: regime: got {len(regimes)} of them, wanted one, or one for each of {depth} layers")
     return regimes
-
-
-def _is_ready(attention: SpectralAttention) -> bool:
-    """Whether the layer's basis can be read here. FSDP2 may keep it sharded until the layer's own forward."""
-    return attention.regime != "free" and type(attention.spectrum.basis) in (nn.Parameter, Tensor)
 
 
 def vit_tiny(

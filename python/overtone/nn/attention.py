@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from overtone import reference
 from overtone.ops import checks
 from overtone.ops.attention import spectral_attention
 from overtone.ops.frequency import frequency_filter, frequency_norms
-from overtone.spectrum import SpectrumModule, make_spectrum
+from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
-__all__ = ["REGIMES", "SpectralAttention"]
+__all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
 
 REGIMES = ("free", "sharpen", "smooth")
 
@@ -35,6 +36,8 @@ class SpectralAttention(nn.Module):
         head_gain: AttnScale's ω, one per head, learned, zero at first.
         centred: A_h − Π in place of A_h (Ali et al. 2023).
         neutreno: NeuTRENO's γ: adds γ(V⁰ − V) to the heads, V⁰ the first layer's values.
+        attn_drop: dropout of the attention weights in training, which then runs in plain PyTorch.
+        scale: of the logits; None is 1/√(dim / num_heads).
 
     forward(x [B, N, dim]) gives [B, N, dim]; with return_norms also the FrequencyNorms of that.
     """
@@ -55,6 +58,8 @@ class SpectralAttention(nn.Module):
         head_gain: bool = False,
         centred: bool = False,
         neutreno: float = 0.0,
+        attn_drop: float = 0.0,
+        scale: float | None = None,
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +69,7 @@ class SpectralAttention(nn.Module):
         self.regime = checks.one_of("SpectralAttention", "regime", regime, REGIMES)
         self.dim, self.num_heads, self.kind = dim, num_heads, kind
         self.centred, self.neutreno = centred, float(neutreno)
+        self.attn_drop, self.scale = float(attn_drop), scale
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
         if regime == "free":
@@ -99,23 +105,49 @@ class SpectralAttention(nn.Module):
         """
         spectrum = self.evaluate() if spectrum is None else spectrum
         query, key, value = self.project(x, spectrum)
-        basis = spectrum.basis_out.to(query.dtype)
+        return self.attend(
+            query, key, value, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            first_values=first_values, return_norms=return_norms,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spectrum: Spectrum,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        first_values: Tensor | None = None,
+        return_norms: bool = False,
+    ) -> Any:
+        """The second half of forward, from what `project` gave: keys and values may be more than queries."""
         masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         extra = self._neutreno_term(value, first_values, spectrum)
         if self.centred:
-            value, extra = self._centre(value, extra, spectrum, masks)
-        bias = self._output_bias()
+            value, extra = self._centre(query, key, value, extra, spectrum, masks)
         inside, outside = _split_residual(residual, query)
-        for term in (bias, extra):
+        for term in (self._output_bias(), extra):
             if term is not None:
-                inside = _add(inside, term.to(query.dtype), x.shape)
-        outcome: Any = spectral_attention(
-            query, key, value, spectrum.eigenvalues, basis, residual=inside, head_gain=self.head_gain,
-            return_norms=return_norms and outside is None, **masks,
+                inside = _add(inside, term.to(query.dtype), (query.shape[0], query.shape[2], self.dim))
+        run = self._attend_with_dropout if self.training and self.attn_drop > 0 else spectral_attention
+        outcome: Any = run(
+            query, key, value, spectrum.eigenvalues, spectrum.basis_out.to(query.dtype), residual=inside,
+            scale=self.scale, head_gain=self.head_gain, return_norms=return_norms and outside is None, **masks,
         )  # fmt: skip
         if outside is None:
             return outcome
         y = outside + outcome
+        return (y, frequency_norms(y)) if return_norms else y
+
+    def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
+        """What the fused op computes, with dropout of the attention weights, in plain PyTorch."""
+        weights = F.dropout(reference.attention_weights(query, key, **options), self.attn_drop)
+        heads = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
+        y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
+        y = y if residual is None else residual + y
         return (y, frequency_norms(y)) if return_norms else y
 
     def evaluate(self) -> Spectrum:
@@ -127,18 +159,20 @@ class SpectralAttention(nn.Module):
     def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, N, D] each, views of packed products."""
         if self.regime == "free":
-            query, key, value = self._heads(self.qkv(x), 3)
-            return query, key, value
-        spectrum = self.evaluate() if spectrum is None else spectrum
-        query, key = self._heads(self.qk(x), 2)
-        (value,) = self._heads(F.linear(x, spectrum.basis_in.mT.to(self.qk.weight.dtype)), 1)
-        return query, key, value
+            packed = self.qkv(x)
+        else:  # one product for all three
+            basis = (self.evaluate() if spectrum is None else spectrum).basis_in
+            weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
+            bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
+            packed = F.linear(x, weight, bias)
+        query, key, value = packed.split(self.dim, -1)
+        return self._heads(query), self._heads(key), self._heads(value)
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """A [B, H, N, N], by the reference: for analysis."""
         query, key, _ = self.project(x)
         return reference.attention_weights(
-            query, key, attn_mask=attn_mask, is_causal=is_causal, head_gain=self.head_gain
+            query, key, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, head_gain=self.head_gain
         )
 
     def value_projection(self) -> tuple[Tensor, Tensor]:
@@ -146,9 +180,9 @@ class SpectralAttention(nn.Module):
         basis_in, eigenvalues, basis_out = self.evaluate()
         return basis_in, eigenvalues[:, None] * basis_out
 
-    def _heads(self, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """[B, N, parts·H·D] as `parts` views [B, H, N, D]."""
-        return packed.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    def _heads(self, packed: Tensor) -> Tensor:
+        """[B, N, H·D] as a view [B, H, N, D]."""
+        return packed.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
@@ -161,17 +195,17 @@ class SpectralAttention(nn.Module):
         scaled = (self.neutreno * spectrum.eigenvalues).to(difference.dtype)
         return (difference * scaled) @ spectrum.basis_out.to(difference.dtype)
 
-    def _centre(self, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
+    def _centre(self, query, key, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
         """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
         if masks["attn_mask"] is None and not masks["is_causal"]:
             return frequency_filter(value, 0.0, 1.0), extra
-        same = torch.zeros_like(value)
+        query = torch.zeros_like(query)  # equal logits: the mean
         mask = masks["attn_mask"]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != -torch.inf
         basis = spectrum.basis_out.to(value.dtype)
         centre: Any = spectral_attention(
-            same, same, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
+            query, key, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
             is_causal=masks["is_causal"],
         )  # fmt: skip
         return value, centre
@@ -183,6 +217,20 @@ class SpectralAttention(nn.Module):
         return ", ".join(options)
 
 
+def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
+    """Every layer's spectrum from one batched factorisation; None for layers without one, and for those whose basis
+    cannot be read yet: FSDP2 may keep it sharded until the layer's own forward."""
+    ready = [
+        place
+        for place, layer in enumerate(layers)
+        if layer.regime != "free" and type(layer.spectrum.basis) in (nn.Parameter, Tensor)
+    ]
+    results: list[Spectrum | None] = [None] * len(layers)
+    for place, spectrum in zip(ready, evaluate([layers[place].spectrum for place in ready], cache), strict=True):
+        results[place] = spectrum
+    return results
+
+
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What is added inside the op, and what outside: a residual stream wider than the op's dtype is not rounded."""
     if residual is None or residual.dtype == query.dtype:
@@ -190,5 +238,5 @@ def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | No
     return None, residual
 
 
-def _add(tensor: Tensor | None, term: Tensor, shape: torch.Size) -> Tensor:
+def _add(tensor: Tensor | None, term: Tensor, shape: tuple[int, ...]) -> Tensor:
     return term.expand(shape) if tensor is None else tensor + term

@@ -202,6 +202,16 @@ def _fake(
     )
 
 
+def _fake_heads(x: Tensor, is_wanted: int) -> Tensor:
+    """A gradient [B, H, N, D]; the CPU's is a view of [B, N, H, D], in which projections take it without a copy."""
+    if not is_wanted:
+        return x.new_empty(0)
+    if _runs_on_triton(x):
+        return x.new_empty(x.shape)
+    batch, heads, tokens, width = x.shape
+    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
 _NEEDS = ("query", "key", "value", "eigenvalues", "basis", "attn_mask")
 
 
@@ -211,17 +221,16 @@ def _fake_backward(
 ):  # fmt: skip
     dtype = eigenvalues.dtype
     results = (
-        (query.shape, query.dtype),
-        (key.shape, query.dtype),
-        (value.shape, query.dtype),
         (eigenvalues.shape, dtype),
         (basis.shape, dtype),
         ((*query.shape[:3], key.shape[2]), dtype),
     )
     grads = tuple(
-        query.new_empty(shape if needs >> bit & 1 else (0,), dtype=dtype) for bit, (shape, dtype) in enumerate(results)
+        query.new_empty(shape if needs >> bit & 1 else (0,), dtype=dtype)
+        for bit, (shape, dtype) in enumerate(results, start=3)
     )
-    return *grads, y.new_empty((0,) if grad_low is None else y.shape)
+    heads_grads = (_fake_heads(x, needs >> bit & 1) for bit, x in enumerate((query, key, value)))
+    return *heads_grads, *grads, y.new_empty((0,) if grad_low is None else y.shape)
 
 
 # need_backward: whoever wants a gradient must ask for what backward needs. What is not wanted comes back empty, and so
