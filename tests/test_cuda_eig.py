@@ -1,4 +1,4 @@
-"""The CUDA kernels of eigvals, run on the host: the CPU solver's gallery and ratios, bad neighbours, orders of warps."""
+"""The CUDA kernels of eigvals, run on the host: the CPU solver's gallery and ratios, neighbours, orders of warps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of eigh, run on the host: the CPU solver's gallery and ratios, bad neighbours, every order of warps."""
+"""The CUDA kernels of eigh, run on the host: the CPU solver's gallery and ratios, neighbours, orders of warps."""
 
 from __future__ import annotations
 

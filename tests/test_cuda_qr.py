@@ -1,4 +1,4 @@
-"""The CUDA kernel of qr, run on the host: the CPU solver's gallery and ratios, shapes, bad neighbours, orders of warps."""
+"""The CUDA kernel of qr, run on the host: the CPU solver's gallery and ratios, shapes, neighbours, orders of warps."""
 
 from __future__ import annotations
 

@@ -9,19 +9,6 @@
 
 namespace overtone::cuda {
 
-// As Eig in cpu/eig.h, without eigenvectors.
-template <class T>
-struct EigCall {
-  Matrices<T> a;
-  int n;
-  bool row_stochastic;
-  T* values;     // [count][n][2]: (real, imaginary)
-  T* workspace;  // [count][n][n] where a matrix is too large for shared memory; otherwise null
-  int32_t* info;
-};
-
-enum EigInfo : int32_t { kSolved = 0, kUnsolved = 1, kNotStochastic = 2 };
-
 // `in_shared`: the dense matrix is in shared memory and becomes the Hessenberg form in place. Otherwise it is in global
 // memory, and the Hessenberg form, half of it, is packed into shared memory.
 template <class T, class Team, bool in_shared>

@@ -8,17 +8,6 @@
 
 namespace overtone::cuda {
 
-// As Eigh in cpu/eigh.h.
-template <class T>
-struct EighCall {
-  Matrices<T> a;
-  int n;
-  bool upper;
-  T* values;   // [count][n], ascending
-  T* vectors;  // [count][n][n], an eigenvector per row; null if they are not wanted
-  int32_t* info;
-};
-
 template <class T, class Team>
 class EighSolver {
  public:

@@ -5,19 +5,6 @@
 
 namespace overtone::cuda {
 
-// As QrForward in cpu/qr.h.
-template <class T>
-struct QrCall {
-  Matrices<T> a;
-  int rows;
-  int columns;
-  int q_columns;  // 0: only R is wanted
-  int r_rows;
-  T* q;  // [count][rows][q_columns]
-  T* r;  // [count][r_rows][columns]
-  int32_t* info;
-};
-
 template <class T>
 class QrSolver {
  public:

@@ -119,18 +119,4 @@ struct Scale {
   OVERTONE_DEVICE T undo(T x) const { return x / second / first; }
 };
 
-// [count] matrices of a batch in global memory, with any strides.
-template <class T>
-struct Matrices {
-  const T* data;
-  int64_t count;
-  int64_t matrix_stride;
-  int64_t row_stride;
-  int64_t column_stride;
-
-  OVERTONE_DEVICE T at(int64_t matrix, int i, int j) const {
-    return data[matrix * matrix_stride + i * row_stride + j * column_stride];
-  }
-};
-
 }  // namespace overtone::cuda

@@ -1,4 +1,4 @@
-"""The CUDA kernels run on the host (tests/host_cuda): built once per content of their sources, called on CPU tensors."""
+"""The CUDA kernels run on the host (tests/host_cuda): built once per content of the sources, called on CPU tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HostResult(NamedTuple):
 
 
 class HostCuda:
-    """The kernels on CPU tensors [count, n, n]. `path` is "warp", "block" or "packed"; None is the launches' own choice.
+    """The kernels on CPU tensors [count, n, n]. `path` is "warp", "block" or "packed"; None is the launch's own choice.
 
     `order` is "forward", "reverse" or a seed. Results are NaN before the kernel writes them.
     """

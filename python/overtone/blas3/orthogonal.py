@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A pass takes R from the Cholesky factor of AᵀA, which squares the condition number κ; rounding then makes it indefinite
+# A pass takes R from the Cholesky factor of AᵀA, which squares the condition number κ; rounding makes it indefinite
 # where κ² reaches 1/ε. A shift of the size of that rounding, s, keeps it definite and brings κ down by about √s.
 # Two passes without a shift finish: the first from κ < 1/√ε to rounding · κ², the second to rounding.
 # float32: the first pass is in float64, where no κ that float32 can express is too much. float64: κ = 10¹³ takes two

@@ -9,7 +9,7 @@ import torch
 
 
 def in_full_precision(function: Callable) -> Callable:
-    """`function` with torch's switches for TensorFloat-32 and bfloat16 products off: they have 10 bits, we promise 24."""
+    """`function` with torch's switches for TensorFloat-32 and bfloat16 products off: they keep 8 to 11 bits of 24."""
 
     @wraps(function)
     def call(*args):
