@@ -33,18 +33,23 @@ def check():
     return run
 
 
+def reports(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a sanitizer said, without AddressSanitizer's remark on fibers in general."""
+    return [line for line in result.stderr.splitlines() if "ASan doesn't fully support makecontext" not in line]
+
+
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_every_kernel(check, sanitizer):
     result = check(sanitizer)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
-    assert result.stdout == "every kernel ran\n" and not result.stderr
+    assert result.stdout == "every kernel ran\n" and not reports(result)
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.parametrize("name", ["neighbour", "neighbour lane", "half warps"])
 def test_what_is_no_mistake_is_not_reported(check, sanitizer, name):
     result = check(sanitizer, name)
-    assert result.returncode == 0 and not result.stderr, result.stderr[-5000:]
+    assert result.returncode == 0 and not reports(result), result.stderr[-5000:]
 
 
 @pytest.mark.parametrize(

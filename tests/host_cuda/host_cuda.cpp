@@ -29,6 +29,7 @@ void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* si
 #endif
 
 // The scheduler's own memory is seen by all fibers and ordered by their switches, of which ThreadSanitizer is not told.
+// What fibers call must not call a container's functions, which are watched.
 #define UNWATCHED __attribute__((no_sanitize("thread"), noinline))
 
 namespace host_cuda {
@@ -71,6 +72,8 @@ struct Meeting {
 #endif
 };
 
+void enter_fiber();
+
 // A context that can be left and entered again. Fibers start through ucontext; switching by setjmp saves the system
 // calls that swapcontext makes. The sanitizers want swapcontext.
 struct Context {
@@ -106,6 +109,20 @@ UNWATCHED void switch_context(Context& from, Context& to) {
 #endif
 }
 
+// `context` will enter a fiber on that stack.
+UNWATCHED void prepare(Context& context, char* stack) {
+  getcontext(&context.start);
+  context.stack = stack;
+  context.stack_size = kStackBytes;
+  context.start.uc_stack.ss_sp = stack;
+  context.start.uc_stack.ss_size = kStackBytes;
+  context.start.uc_link = nullptr;
+  makecontext(&context.start, &enter_fiber, 0);
+#if defined(__SANITIZE_THREAD__)
+  context.tsan = __tsan_create_fiber(0);
+#endif
+}
+
 struct Fiber {
   Context context;
   unsigned index = 0;  // in the block
@@ -116,8 +133,6 @@ struct Fiber {
   unsigned source = 0;
   unsigned warp_generation = 0;
 };
-
-void enter_fiber();
 
 // The fibers' stacks. Every block has new ones if a sanitizer watches, which remembers what was on the old ones.
 using Stack = std::unique_ptr<char[]>;
@@ -146,22 +161,14 @@ class Block {
         warp_meetings_((launch.threads + kWarp - 1) / kWarp) {
     memory_.reset(static_cast<unsigned char*>(std::malloc(launch.shared_bytes + 2 * guard())));
     std::memset(memory_.get(), kGuard, launch.shared_bytes + 2 * guard());
-    std::memset(shared(), kPoison, launch.shared_bytes);
+    std::memset(memory_.get() + guard(), kPoison, launch.shared_bytes);
     const std::vector<Stack>& all_stacks = stacks(launch.threads);
     for (unsigned i = 0; i < launch.threads; ++i) {
-      Fiber& fiber = fibers_[i];
-      fiber.index = i;
-      getcontext(&fiber.context.start);
-      fiber.context.stack = all_stacks[i].get();
-      fiber.context.stack_size = kStackBytes;
-      fiber.context.start.uc_stack.ss_sp = all_stacks[i].get();
-      fiber.context.start.uc_stack.ss_size = kStackBytes;
-      fiber.context.start.uc_link = nullptr;
-      makecontext(&fiber.context.start, &enter_fiber, 0);
-#if defined(__SANITIZE_THREAD__)
-      fiber.context.tsan = __tsan_create_fiber(0);
-#endif
+      fibers_[i].index = i;
+      prepare(fibers_[i].context, all_stacks[i].get());
     }
+    shared_ = memory_.get() + guard();
+    meetings_ = warp_meetings_.data();
   }
 
   UNWATCHED ~Block() {
@@ -226,7 +233,7 @@ class Block {
   UNWATCHED void wait_for_warp(unsigned mask) {
     Fiber& fiber = *current_;
     // Of two meetings that take turns: whoever runs ahead to the next barrier must not be seen by who leaves this one.
-    Meeting& meeting = warp_meetings_[fiber.index / kWarp].places[fiber.warp_generation++ % 2];
+    Meeting& meeting = meetings_[fiber.index / kWarp].places[fiber.warp_generation++ % 2];
     meeting.release();
     wait(State::at_warp_barrier, mask);
     meeting.acquire();
@@ -236,7 +243,7 @@ class Block {
   UNWATCHED unsigned thread() const { return current_->index; }
   UNWATCHED unsigned index() const { return index_; }
   UNWATCHED unsigned threads() const { return launch_.threads; }
-  UNWATCHED unsigned char* shared() const { return memory_.get() + guard(); }
+  UNWATCHED unsigned char* shared() const { return shared_; }
   UNWATCHED size_t shared_bytes() const { return launch_.shared_bytes; }
 
  private:
@@ -390,6 +397,8 @@ class Block {
   std::vector<Fiber> fibers_;
   std::vector<WarpMeetings> warp_meetings_;
   std::unique_ptr<unsigned char, Free> memory_;
+  unsigned char* shared_ = nullptr;
+  WarpMeetings* meetings_ = nullptr;
   Context main_;
   Fiber* current_ = nullptr;
   unsigned generation_ = 0;

@@ -73,6 +73,9 @@ py::dict qr(uintptr_t a, py::tuple sizes, py::tuple strides, int q_columns, int 
   return runner.counts;
 }
 
+// Threads and bytes of shared memory of a block.
+py::tuple as_tuple(const Grid& grid) { return py::make_tuple(grid.threads, grid.shared_bytes); }
+
 template <class T>
 void define(py::module_& m) {
   m.def("eigh", &eigh<T>);
@@ -80,6 +83,9 @@ void define(py::module_& m) {
   m.def("qr", &qr<T>);
   m.def("eigh_path", &eigh_path<T>);
   m.def("eig_path", &eig_path<T>);
+  m.def("eigh_grid", [](int n, Path path) { return as_tuple(eigh_grid<T>(1, n, path)); });
+  m.def("eig_grid", [](int n, Path path) { return as_tuple(eig_grid<T>(1, n, path)); });
+  m.def("qr_grid", [](int n, Path) { return as_tuple(warp_grid<T>(1, QrSolver<T>::shared_size(n, n, n))); });
 }
 
 }  // namespace
