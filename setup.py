@@ -136,6 +136,7 @@ def extension(torch, pybind11):
         files_below_csrc(".cpp") + cuda,
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
         define_macros=[
+            *([("OVERTONE_WITH_CUDA", None)] if cuda else []),
             # LibTorch's stable ABI as of torch 2.10: one build serves every later torch.
             ("TORCH_TARGET_VERSION", "0x020a000000000000"),
             ("OVERTONE_BUILT_WITH_TORCH", torch.__version__.split("+")[0]),

@@ -26,12 +26,15 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
-    "eig": {"cpu": (torch.float32, torch.float64)},
-    "eigh": {"cpu": (torch.float32, torch.float64)},
-    "qr": {"cpu": (torch.float32, torch.float64)},
-    "compose_symmetric": {"cpu": (torch.float32, torch.float64)},
-    "compose_general": {"cpu": (torch.float32, torch.float64)},
+    "eig": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
+    "eigh": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
+    "qr": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
+    "compose_symmetric": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
+    "compose_general": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
 }
+
+# What backend "cuda" runs by torch's batched products (overtone.blas3): any size, no compiled kernel.
+BY_PRODUCTS = ("compose_symmetric", "compose_general")
 
 # The widest last dimension of an op's first tensor that a backend's kernels take.
 WIDEST = {("spectral_attention", "triton"): 128}
@@ -81,8 +84,33 @@ def _triton_status() -> BackendStatus:
     return BackendStatus(True, f"Triton kernels on {torch.cuda.get_device_name()}")
 
 
+_NO_CUDA_KERNELS = (
+    "the extension was built without its CUDA kernels: reinstall overtone where nvcc and a CUDA build of torch are"
+    " (OVERTONE_CUDA=1 makes it an error if they cannot be built)"
+)
+
+
+def _has_cuda_kernels() -> bool:
+    return hasattr(_extension.native, "cuda_largest")
+
+
 def _cuda_status() -> BackendStatus:
-    return BackendStatus(False, "this version has no CUDA C++ kernels yet")
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return BackendStatus(False, "torch sees no CUDA device")
+    gpu = torch.cuda.get_device_name()
+    if not _has_cuda_kernels():
+        return BackendStatus(True, f"composed weights by batched products on {gpu}; linalg: {_NO_CUDA_KERNELS}")
+    largest = {op: cuda_largest(op, torch.float32) for op in ("eigh", "eig", "qr")}
+    return BackendStatus(
+        True,
+        f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
+        " (float32); larger matrices and eig's eigenvectors go to torch.linalg; composed weights by batched products",
+    )
+
+
+def cuda_largest(op: str, dtype: torch.dtype) -> int:
+    """The most rows or columns that the CUDA kernels of `op` take on the current device."""
+    return _extension.native.cuda_largest(op, dtype == torch.float64)  # type: ignore[union-attr]
 
 
 _STATUS = {
@@ -120,11 +148,11 @@ def use_backend(name: str | None) -> Iterator[None]:
         _Choice.forced = before
 
 
-def device_backend(tensor: Tensor) -> str:
-    """The backend whose kernels torch's dispatcher would call for this tensor."""
+def device_backend(tensor: Tensor, op: str | None = None) -> str:
+    """The backend whose kernels torch's dispatcher would call for this tensor (and op)."""
     if tensor.device.type == "cpu":
         return "triton" if triton_interprets() else "cpu"
-    return "triton"
+    return "cuda" if op is not None and "cuda" in KERNELS[op] else "triton"
 
 
 def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
@@ -147,7 +175,23 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return _extension.why_missing
     if name == "triton" and not _HAS_TRITON:
         return _NO_TRITON
+    if name == "cuda":
+        return _cuda_obstacle(op, tensor)
     return _gpu_obstacle(op, tensor) if name == "triton" else None
+
+
+def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
+    """What the CUDA kernels do not have goes to torch.linalg."""
+    if op in BY_PRODUCTS:
+        return None
+    if not _has_cuda_kernels():
+        return _NO_CUDA_KERNELS
+    largest, size = cuda_largest(op, tensor.dtype), max(tensor.shape[-2:])
+    if size > largest:
+        return f"on this device it takes matrices of up to {largest} rows and columns, got {size}"
+    if op == "eig" and tensor.requires_grad and torch.is_grad_enabled():
+        return "it has eigenvalues without gradient only"
+    return None
 
 
 def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
@@ -175,12 +219,13 @@ def select(op: str, requested: str | None, tensor: Tensor) -> str:
         if obstacle is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
         return name
-    name = device_backend(tensor)
+    name = device_backend(tensor, op)
     if name not in KERNELS[op]:
         return "reference"
     obstacle = _obstacle(op, name, tensor)
     if obstacle is None:
         return name
-    if tensor.dtype in KERNELS[op][name] and not torch.compiler.is_compiling():
+    # That torch.linalg takes what the CUDA kernels do not is no surprise: backends() says so.
+    if name != "cuda" and tensor.dtype in KERNELS[op][name] and not torch.compiler.is_compiling():
         _warn_once(f"overtone runs on its PyTorch reference, slower than its kernels: {obstacle}")
     return "reference"

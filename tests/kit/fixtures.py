@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kit import host_cuda as host_cuda_kernels
 from overtone import _extension
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
@@ -41,3 +42,9 @@ def cpu_kernels():
     if _extension.native is None:
         pytest.skip(f"no CPU kernels: {_extension.why_missing}")
     return _extension.native
+
+
+@pytest.fixture(scope="session")
+def host_cuda() -> host_cuda_kernels.HostCuda:
+    """The CUDA kernels, run on the host."""
+    return host_cuda_kernels.HostCuda(host_cuda_kernels.load_module())

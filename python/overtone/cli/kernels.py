@@ -27,6 +27,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--budget", type=Path, metavar="CSV", help="a table like this one that no kernel may exceed")
     parser.add_argument("--write-budget", type=Path, metavar="CSV", help="write such a table")
     parser.add_argument("--model", action="store_true", help="instead: bytes, FLOPs and roofline time of attention")
+    parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels of linalg instead of the Triton ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="compile so many at a time")
     parser.add_argument("--arch", action="append", metavar="NAME", help="only this one (repeatable): sm_90, gfx942, …")
     parser.add_argument("--dtype", action="append", metavar="NAME", help="only this one (repeatable): float32, …")
@@ -34,6 +35,10 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.cuda:
+        from overtone.cli import kernels_cuda
+
+        return kernels_cuda.run(args)
     obstacle = _obstacle()
     if obstacle:
         return _fail(obstacle)
@@ -60,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         if problem:
             problems.append(f"{' '.join(row[:_PLACE])}: {problem}")
     _progress("")
+    return report(args, rows, problems)
+
+
+def report(args: argparse.Namespace, rows: list[tuple[str, ...]], problems: list[str]) -> int:
+    """Prints the table and what is wrong with it; the command's status."""
     _print_table(_HEADER, rows)
     if args.budget is not None:
         problems += _over_budget(rows, args.budget)

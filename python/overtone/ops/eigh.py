@@ -101,7 +101,11 @@ def _raise_undetermined(pair: Tensor) -> None:
 _GRADIENT_ARGUMENTS = (
     "Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor eigenvalues, Tensor eigenvectors, Tensor info"
 )
-library.define(f"eigh_backward({_GRADIENT_ARGUMENTS}) -> (Tensor grad_A, Tensor pair)", fake=_fake_backward)
+library.define(
+    f"eigh_backward({_GRADIENT_ARGUMENTS}) -> (Tensor grad_A, Tensor pair)",
+    fake=_fake_backward,
+    blas3="eigh.eigh_backward",
+)
 # Raises for a pair that is not determined; an op of its own, opaque to torch.compile, so that it raises there too.
 library.define(f"eigh_gradient({_GRADIENT_ARGUMENTS}) -> Tensor grad_A", fake=_fake_gradient)
 library.LIBRARY.impl("eigh_gradient", _gradient, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
-"""The one place where ops are registered with torch: schema, fake, gradient and the Triton kernels of each op.
+"""The one place where ops are registered with torch: schema, fake, gradient and the GPU kernels in Python of each op.
 
-The C++ kernels register themselves for CPU tensors when overtone._C is loaded. In a process with TRITON_INTERPRET=1
+The C++ and CUDA kernels register themselves when overtone._C is loaded. In a process with TRITON_INTERPRET=1
 that extension is not loaded, and CPU tensors go to the Triton kernels instead.
 """
 
@@ -17,13 +17,16 @@ from overtone.reference.linalg import raise_unsolved
 LIBRARY = torch.library.Library("overtone", "DEF")
 
 
-def define(schema: str, *, fake: Callable, triton: str | None = None) -> None:
-    """Define an op once: `triton` names its launcher as 'module.function' of overtone.triton_kernels, if it has one."""
+def define(schema: str, *, fake: Callable, triton: str | None = None, blas3: str | None = None) -> None:
+    """Define an op once: `triton` names its launcher as 'module.function' of overtone.triton_kernels, `blas3` its
+    implementation for CUDA tensors in overtone.blas3, if it has one."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"overtone::{name}", fake, lib=LIBRARY)
     if triton is not None:
-        LIBRARY.impl(name, _launcher(triton), "CPU" if triton_interprets() else "CUDA")
+        LIBRARY.impl(name, _imported("overtone.triton_kernels", triton), "CPU" if triton_interprets() else "CUDA")
+    if blas3 is not None:
+        LIBRARY.impl(name, _imported("overtone.blas3", blas3), "CUDA")
 
 
 def define_raising(schema: str, *, solver: str, fake: Callable) -> None:
@@ -45,14 +48,14 @@ def define_raising(schema: str, *, solver: str, fake: Callable) -> None:
     LIBRARY.impl(name, solve, "CompositeExplicitAutograd")
 
 
-def _launcher(path: str) -> Callable:
+def _imported(package: str, path: str) -> Callable:
     module, _, function = path.rpartition(".")
 
-    def launch(*args):
+    def call(*args):
         # Imported at the first call: importing overtone must not import Triton, let alone touch a device.
-        return getattr(importlib.import_module(f"overtone.triton_kernels.{module}"), function)(*args)
+        return getattr(importlib.import_module(f"{package}.{module}"), function)(*args)
 
-    return launch
+    return call
 
 
 def differentiable(name: str, *, setup: Callable, backward: Callable) -> None:

@@ -60,6 +60,7 @@ library.define_raising(
 library.define(
     "qr_backward(Tensor? grad_Q, Tensor? grad_R, Tensor Q, Tensor R) -> Tensor",
     fake=lambda grad_Q, grad_R, Q, R: torch.empty_like(Q, memory_format=torch.contiguous_format),
+    blas3="qr.qr_backward",
 )
 
 

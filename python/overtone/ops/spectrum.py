@@ -47,18 +47,26 @@ def _fake_backward(grad_weight, *tensors):
 
 
 library.define(
-    "compose_symmetric(Tensor theta, Tensor eigenvalues) -> (Tensor weight, Tensor q, Tensor r)", fake=_fake(3)
+    "compose_symmetric(Tensor theta, Tensor eigenvalues) -> (Tensor weight, Tensor q, Tensor r)",
+    fake=_fake(3),
+    blas3="spectrum.compose_symmetric",
 )
 library.define(
     "compose_symmetric_backward(Tensor grad_weight, Tensor eigenvalues, Tensor q, Tensor r)"
     " -> (Tensor theta, Tensor eigenvalues)",
     fake=_fake_backward,
+    blas3="spectrum.compose_symmetric_backward",
 )
-library.define("compose_general(Tensor v, Tensor eigenvalues) -> (Tensor weight, Tensor inverse)", fake=_fake(2))
+library.define(
+    "compose_general(Tensor v, Tensor eigenvalues) -> (Tensor weight, Tensor inverse)",
+    fake=_fake(2),
+    blas3="spectrum.compose_general",
+)
 library.define(
     "compose_general_backward(Tensor grad_weight, Tensor v, Tensor eigenvalues, Tensor inverse)"
     " -> (Tensor v, Tensor eigenvalues)",
     fake=_fake_backward,
+    blas3="spectrum.compose_general_backward",
 )
 
 

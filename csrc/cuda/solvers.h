@@ -1,0 +1,22 @@
+// What ops.cu calls; solvers.cu is the one file that compiles the kernels. For the current device.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/calls.h"
+#include "cuda/largest.h"
+
+namespace overtone::cuda {
+
+// Numbers of global memory that a matrix takes.
+int64_t eig_workspace(int n, bool is_float64);
+
+// Launch on `stream`, a cudaStream_t. They throw std::runtime_error if the launch fails.
+template <class T>
+void solve(const EighCall<T>& call, void* stream);
+template <class T>
+void solve(const EigCall<T>& call, void* stream);
+template <class T>
+void solve(const QrCall<T>& call, void* stream);
+
+}  // namespace overtone::cuda

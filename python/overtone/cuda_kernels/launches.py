@@ -1,0 +1,67 @@
+"""How the kernels of csrc/cuda are launched, as csrc/cuda/launch.h has it; a test compares the two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+WARPS_PER_BLOCK = 4  # that have a matrix each
+FAR_WORK = {torch.float32: 46, torch.float64: 43}  # numbers that the chief's message to the block takes
+
+
+class Launch(NamedTuple):
+    """A kernel at a size: `path` is "warp", "block" or "packed"."""
+
+    op: str
+    path: str
+    n: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.path}"
+
+    @property
+    def symbol(self) -> str:
+        """The beginning of the compiled kernel's mangled name."""
+        letter = "f" if self.dtype == torch.float32 else "d"
+        function = self.op + ("_warp" if self.path == "warp" else "_block")
+        flag = {"block": "Lb1E", "packed": "Lb0E"}.get(self.path, "") if self.op == "eig" else ""
+        return f"_ZN8overtone4cuda{len(function)}{function}I{letter}{flag}E"
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return WARPS_PER_BLOCK if self.path == "warp" else -(-self.n // 32)
+
+    @property
+    def matrices_per_block(self) -> int:
+        return WARPS_PER_BLOCK if self.path == "warp" else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        n, scratch = self.n, 0 if self.path == "warp" else 16
+        dense = n * (n | 1)
+        numbers = {
+            "eigh": scratch + dense + 9 * n + 1,
+            "eig": scratch + FAR_WORK[self.dtype] + 4 * n + 1 + (n * (n + 7) // 2 if self.path == "packed" else dense),
+            "qr": 2 * dense + 64,
+        }[self.op]
+        return numbers * self.dtype.itemsize * self.matrices_per_block
+
+
+def shipped(dtype: torch.dtype) -> list[Launch]:
+    """Every kernel at its largest size that all architectures have, or at a ViT's."""
+    is_double = dtype == torch.float64
+    return [
+        Launch("eigh", "warp", 16, dtype),
+        Launch("eigh", "warp", 32, dtype),
+        Launch("eigh", "block", 64, dtype),
+        Launch("eigh", "block", 104 if is_double else 150, dtype),
+        Launch("eig", "warp", 32, dtype),
+        Launch("eig", "block", 65, dtype),
+        Launch("eig", "packed", 150 if is_double else 197, dtype),
+        Launch("qr", "warp", 32, dtype),
+    ]
