@@ -143,7 +143,7 @@ class TestWheel:
         archive = zipfile.ZipFile(next(distributions.glob("*.whl")))
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
         assert "Requires-Dist: torch>=2.10\n" in metadata
-        assert 'Requires-Dist: triton>=3.3; sys_platform == "linux"\n' in metadata
+        assert 'Requires-Dist: triton>=3.6; sys_platform == "linux"\n' in metadata
 
     def test_runs_its_own_kernels(self, installed):
         lines = installed.run("-c", RUN_AN_OP.format(backend=", backend='cpu'")).splitlines()

@@ -157,17 +157,24 @@ def case_without_residual_and_norms():
     check(random_call(batch=1, residual=False), return_norms=False, scale=0.3)
 
 
-def case_offsets_beyond_32_bits(monkeypatch):
-    """Tokens that lie 2³¹ elements apart: memory that nobody touches costs nothing."""
+@pytest.mark.parametrize("tokens, stride", [(2, 2**31), (600, 2**22 - 8)])  # a copy; no copy
+def case_offsets_beyond_32_bits(monkeypatch, tokens, stride):
+    """Tokens so far apart that a head spans more than 2³¹ elements: memory that nobody touches costs nothing."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    storage = torch.empty(2**31 + 64, dtype=torch.float16)
-    heads = [storage[16 * i :].as_strided((1, 1, 2, 16), (1, 1, 2**31, 1)) for i in range(3)]
-    small = [torch.randn(1, 1, 2, 16).half() for _ in range(3)]
-    for there, here in zip(heads, small, strict=True):
+    storage = torch.empty((tokens - 1) * stride + 64, dtype=torch.float16)
+    assert storage.numel() > 2**31
+    far = [storage[16 * i :].as_strided((1, 1, tokens, 16), (1, 1, stride, 1)) for i in range(3)]
+    near = [torch.randn(1, 1, tokens, 16).half() for _ in range(3)]
+    for there, here in zip(far, near, strict=True):
         there.copy_(here)
     basis = torch.randn(16, 16).half()
-    results = [ot.spectral_attention(*qkv, torch.ones(16), basis, backend="triton") for qkv in (heads, small)]
-    assert torch.equal(*results)
+
+    def results(qkv):
+        qkv = [x.detach().requires_grad_() for x in qkv]
+        y = ot.spectral_attention(*qkv, torch.ones(16), basis, backend="triton")
+        return y, *torch.autograd.grad(y, qkv, torch.ones_like(y))
+
+    assert all(torch.equal(a, b) for a, b in zip(results(far), results(near), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -409,7 +416,7 @@ class Counter:
         launch(kernel, grid, *args, **meta)
         unique = [len(np.unique(np.concatenate(addresses))) for addresses in (self.read, self.written)]
         self.launches.append(Launch(kernel, grid, args, meta))
-        self.counts.append((*unique, self.flops))
+        self.counts.append((*unique, self.flops, sum(map(len, self.read))))
 
     def _counting(self, name):
         original = getattr(self.builder, name)
@@ -441,8 +448,8 @@ def _bytes(pointers, mask):
 )
 @pytest.mark.parametrize("mask", ["none", "bias"])
 def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, channels, dtype, mask):
-    """Bytes of every launch, each counted once, and FLOPs equal the formula."""
-    from overtone.triton_kernels import attention, attention_model
+    """Bytes of every launch, each counted once, and FLOPs equal the formula; so do all loads of attention's kernels."""
+    from overtone.triton_kernels import attention, attention_configs, attention_model
 
     *call, residual, bias, _ = (
         a if a is None else a.detach()
@@ -457,4 +464,6 @@ def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, chann
     assert len(counter.launches) >= 8
     for launch, counted in zip(counter.launches, counter.counts, strict=True):
         cost = attention_model.cost(launch)
-        assert (cost.read, cost.written, cost.flops) == counted, cost.name
+        assert (cost.read, cost.written, cost.flops) == counted[:3], cost.name
+        if cost.name in attention_configs.TILES:
+            assert cost.loaded == counted[3], cost.name

@@ -296,7 +296,7 @@ def test_every_kernel_is_launched_with_its_choice(autotune, timer):
         with assume_architecture(architecture):
             with record_launches() as launches:
                 run_both_ways(attention, args, needs=31)
-            table = attention.configs.table(architecture, torch.float16, args[0].shape[-1], masked=False)
+            table = attention.configs.table(architecture, torch.float16, "ieee", args[0].shape[-1], masked=False)
         for launch in launches:
             name = launch.kernel.fn.__name__.removesuffix("_kernel")
             if "BM" not in launch.meta:
@@ -320,7 +320,7 @@ def test_every_kernel_is_launched_with_its_choice(autotune, timer):
 def test_whole_rows_stay_whole(autotune):
     from overtone.triton_kernels import attention_configs
 
-    shipped = attention_configs.table("sm_90", torch.float16, 64, masked=False).attention(197)
+    shipped = attention_configs.table("sm_90", torch.float16, "ieee", 64, masked=False).attention(197)
     for blocks in autotune.candidates("attention", shipped):
         assert blocks.tile["BN"] == 256 and blocks.tile["WHOLE"] and blocks.num_stages == shipped.num_stages
 

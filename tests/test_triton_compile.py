@@ -3,7 +3,7 @@ machine code that is wanted. No GPU is needed.
 
 kernel_budget.csv holds what every kernel took of every architecture when it was last written, with
     overtone kernels --check --write-budget tests/kernel_budget.csv
-To stay within minutes, the table is checked as a whole, and SAMPLE of it is compiled again;
+To stay within minutes, the table is checked as a whole, and a SAMPLE of it is compiled again;
 `overtone kernels --check --budget tests/kernel_budget.csv` compiles everything.
 """
 
@@ -13,6 +13,8 @@ import argparse
 import csv
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +29,7 @@ pytestmark = needs_triton
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100")
 EVERY_DTYPE = ("sm_120", "gfx1100")
 BUDGET = Path(__file__).parent / "kernel_budget.csv"
-# Every architecture's compiler path and every dtype at least once.
-SAMPLE = {
-    "bfloat16": ("sm_80", "sm_90", "gfx942"),
-    "float32": ("sm_120",),
-    "float64": ("gfx1100",),
-    "float16": ("gfx1100",),
-}
+SAMPLE = 13  # every 13th kernel: some of every architecture and dtype
 
 
 @pytest.fixture
@@ -61,13 +57,27 @@ _NOTHING = SimpleNamespace(registers=0, spills=0, shared=0, occupancy=0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", SAMPLE)
-def test_limits_and_budget(capsys, dtype):
+def test_limits_and_budget(capsys):
     """As a user would type it."""
-    where = [argument for name in SAMPLE[dtype] for argument in ("--arch", name)]
-    status = run_command("--check", "--budget", str(BUDGET), "--dtype", dtype, *where)
+    status = run_command("--check", "--budget", str(BUDGET), "--every", str(SAMPLE))
     report = capsys.readouterr().out
     assert status == 0, [line for line in report.splitlines() if line.startswith("problem")]
+    assert {line.split()[-5] for line in report.splitlines()[1:-1]} == set(ARCHITECTURES)
+
+
+@pytest.mark.slow
+def test_the_table_is_what_the_script_derives():
+    """For a sample: a row of NVIDIA's and of AMD's that takes few compilations."""
+    script = Path(__file__).parents[1] / "scripts" / "attention_blocks"
+    sample = ("sm_80", "gfx942", "--kernel", "projection", "--dtype", "half")
+    command = [sys.executable, str(script), *sample]
+    derived = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    from overtone.triton_kernels import attention_configs
+
+    header, *shipped = (line.split() for line in attention_configs._TABLE.strip().splitlines())
+    columns = [0, 1, 2, 3, header.index("sm_80"), header.index("gfx942")]
+    wanted = [[row[i] for i in columns] for row in shipped if (row[0], row[3]) == ("half", "projection")]
+    assert len(wanted) == 1 and [line.split() for line in derived[1:]] == wanted
 
 
 def test_every_architecture_is_tested(aot):
@@ -88,8 +98,6 @@ def test_every_kernel_and_configuration_is_compiled(aot):
         compiled = aot.kernels(dtype, "sm_80")
         modules = (frequency, *attention) if dtype in aot.ATTENTION_DTYPES else (frequency,)
         written = {name.removesuffix("_kernel") for module in modules for name in vars(module) if _is_kernel(name)}
-        if dtype == torch.float32:
-            written.remove("fused")  # one launch is for half precision
         assert {kernel.name for kernel in compiled} == written
         shipped = {configs.for_dtype(config, dtype) for config in (*configs.WHOLE, configs.SPLIT, configs.CAUSAL)}
         shipped |= {configs.whole(config.BT, dtype, tiles=2) for config in configs.WHOLE}
@@ -99,11 +107,37 @@ def test_every_kernel_and_configuration_is_compiled(aot):
             if "BT" in k.launch.meta and "BC" in k.launch.meta and "num_stages" not in k.launch.meta
         }
     for name in aot.ARCHITECTURES:
-        for dtype in (torch.float32, torch.bfloat16):
+        precisions = [(torch.float32, "ieee"), (torch.bfloat16, "ieee")]
+        if name in ("sm_80", "sm_90"):
+            precisions.append((torch.float32, "tf32"))
+        for dtype, precision in precisions:
             launched = [kernel.launch.meta.items() for kernel in aot.kernels(dtype, name)]
             for width, masked in itertools.product((64, 128), (False, True)):
-                for blocks in attention_configs.table(name, dtype, width, masked).blocks.values():
+                for blocks in attention_configs.table(name, dtype, precision, width, masked).blocks.values():
                     assert any(blocks.meta.items() <= meta for meta in launched), (name, dtype, width, masked, blocks)
+
+
+def test_what_a_call_may_ask_for_is_compiled(aot):
+    """Both kinds of masks, causal, and TF32 on the first architecture of a column."""
+    masks = {(False, None), (False, torch.bool), (True, torch.float32)}
+    for name in aot.ARCHITECTURES:
+        wanted = {(torch.bfloat16, "ieee", *mask) for mask in masks | {(True, None)}}
+        wanted |= {(torch.float32, "ieee", *mask) for mask in masks}
+        if name in ("sm_80", "sm_90"):
+            wanted |= {(torch.float32, "tf32", *mask) for mask in masks}
+        asked = {
+            (kernel.name, dtype, meta["PRECISION"], meta["IS_CAUSAL"], _mask_dtype(kernel.launch))
+            for dtype in (torch.float32, torch.bfloat16)
+            for kernel in aot.kernels(dtype, name)
+            if "IS_CAUSAL" in (meta := kernel.launch.meta)
+        }
+        for kernel in ("attention", "key_value_gradient", "query_gradient"):
+            assert {(kernel, *rest) for rest in wanted} <= asked
+
+
+def _mask_dtype(launch):
+    mask = dict(zip(launch.kernel.arg_names, launch.args, strict=False))["p_mask"]
+    return None if mask is None else mask.dtype
 
 
 def _is_kernel(name: str) -> bool:
@@ -185,7 +219,7 @@ def test_command_names_what_it_knows(capsys):
     assert "'sm_10'" in message and all(name in message for name in ARCHITECTURES)
 
 
-# What the machine code does. The kernels are in SAMPLE, so Triton's cache has them already.
+# What the machine code does.
 CODE = [
     (name, architecture)
     for architecture in ("sm_80", "sm_90", "gfx942")
@@ -235,23 +269,31 @@ def test_machine_code(machine_code, name, architecture):
         assert re.search(r"cp\.async", code), "loads are not asynchronous"
 
 
+# The largest allowed ratio of our bytes to eager PyTorch's: one launch, two launches, and with backward. Where eager
+# takes its norms in bfloat16 a single launch misses 0.35: the statistics of its blocks of tokens are a sixth of y each.
+TRAFFIC = {torch.float32: (0.35, 0.5, 0.65), torch.bfloat16: (0.4, 0.5, 0.65)}
+
+
+@pytest.mark.parametrize("norms_dtype", TRAFFIC, ids=str)
 @pytest.mark.parametrize("shape", ["Ti-cifar", "Ti-224", "S-224", "B-224"])
-@pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "MI300X"])
-def test_memory_traffic(shape, gpu):
-    """At most half of eager PyTorch's in forward, 0.35 of it in one launch, and 0.65 with backward."""
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "H100", "B200", "RTX 5090", "MI300X", "RX 7900 XTX"])
+def test_memory_traffic(shape, gpu, norms_dtype):
     from overtone.triton_kernels import attention_model as model
 
     shape = next(s for s in model.SHAPES if s.label == shape)
-    for training, wanted in ((False, 0.35 if shape.channels <= 192 else 0.5), (True, 0.65)):
+    one_launch, two_launches, both = TRAFFIC[norms_dtype]
+    for training in (False, True):
         ours = model.ours(shape, torch.bfloat16, model.GPUS[gpu].architecture, training)
-        eager = model.eager(shape, torch.bfloat16, training)
-        assert (ours[0].name == "fused") == (shape.channels <= 192)
-        assert sum(c.bytes for c in ours) <= wanted * sum(c.bytes for c in eager)
+        forward = one_launch if ours[0].name == "fused" else two_launches
+        eager = model.eager(shape, torch.bfloat16, training, norms_dtype)
+        assert (ours[0].name == "fused") == (shape.channels <= 192 and gpu != "RX 7900 XTX")  # whose registers are few
+        assert sum(c.bytes for c in ours) <= (both if training else forward) * sum(c.bytes for c in eager)
 
 
 def test_the_model_is_printed(capsys):
     assert run_command("--model") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["shape", "GPU", "mode"]
-    assert len(lines) == 1 + 4 * 4 * 2 + 1
-    assert "not a measurement" in lines[-1]
+    assert len(lines) == 1 + 4 * 7 * 2 + 2
+    assert "not a measurement" in lines[-2]
+    assert "72: 1.78" in lines[-1]

@@ -67,7 +67,7 @@ def test_programs_cover_every_token_and_channel_once(attention):
     args = random_call(batch, heads, queries, keys, width, channels, torch.float16)
     with assume_architecture("sm_90"), record_launches() as launches:
         run_both_ways(attention, args, needs=31, norms=False)
-    table = attention_configs.table("sm_90", torch.float16, width, masked=False)
+    table = attention_configs.table("sm_90", torch.float16, "ieee", width, masked=False)
     grids = {launch.kernel.fn.__name__.removesuffix("_kernel"): launch.grid for launch in launches}
 
     def blocks(kernel, name, size):
@@ -88,7 +88,7 @@ def test_strides_are_passed_as_they_are(attention):
     """No copy of a packed qkv, of a transposed residual, or of a broadcast mask."""
     from overtone.triton_kernels.launch import record_launches
 
-    args = list(random_call(2, 3, 33, 33, 64, 48, torch.float16, packed=True))
+    args = list(random_call(2, 3, 33, 33, 64, 200, torch.float16, packed=True))  # two launches
     args[5] = args[5].detach().transpose(0, 1).contiguous().transpose(0, 1)
     mask = torch.ones(33, dtype=torch.bool).expand(2, 3, 33, 33)
     with record_launches() as launches:
@@ -107,21 +107,23 @@ def test_strides_are_passed_as_they_are(attention):
 @pytest.mark.parametrize(
     "name, wanted",
     [
-        ("sm_80", "sm_80"), ("sm_86", "sm_89"), ("sm_87", "sm_80"), ("sm_90", "sm_90"), ("sm_103", "sm_100"),
-        ("sm_121", "sm_120"), ("sm_75", "sm_89"), ("sm_130", "sm_89"), ("gfx942", "gfx942"), ("gfx950", "gfx942"),
+        ("sm_80", "sm_80"), ("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_90", "sm_90"), ("sm_100", "sm_90"),
+        ("sm_103", "sm_90"), ("sm_120", "sm_80"), ("sm_75", "sm_80"), ("gfx942", "gfx942"), ("gfx950", "gfx942"),
         ("gfx90a", "gfx942"), ("gfx1100", "gfx1100"), ("gfx1201", "gfx1100"),
     ],
 )  # fmt: skip
 def test_every_gpu_has_blocks(name, wanted):
     from overtone.triton_kernels import attention_configs
 
-    assert attention_configs.known_architecture(name) == wanted
-    for dtype in (torch.float32, torch.bfloat16):
-        if not attention_configs.is_shipped(name, dtype):
-            assert dtype == torch.float32 and wanted == "gfx1100"
-            continue
+    assert attention_configs.column_of(name) == wanted
+    for dtype, precision in ((torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")):
+        if precision == "tf32" and name.startswith("gfx"):
+            continue  # AMD's Triton has no TF32
         for width, masked in ((1, False), (64, True), (72, False), (128, True)):
-            table = attention_configs.table(name, dtype, width, masked)
+            if not attention_configs.is_shipped(name, dtype, width):
+                assert (dtype, wanted) == (torch.float32, "gfx1100") and width > 64
+                continue
+            table = attention_configs.table(name, dtype, precision, width, masked)
             assert width <= table.BD and table.BD % 16 == 0
             everywhere = {"attention", "projection", "heads_gradient", "basis_gradient", "query_gradient"}
             assert everywhere <= set(table.blocks)
@@ -132,13 +134,13 @@ def test_every_gpu_has_blocks(name, wanted):
     "channels, keys, masked, whole, pieces",
     [
         (192, 197, False, True, 3), (64, 65, False, True, 1), (192, 1000, False, False, 3),
-        (193, 65, False, None, None), (192, 65, True, None, None),
+        (193, 65, False, None, None), (192, 65, True, False, 3),
     ],
 )  # fmt: skip
 def test_which_form_of_forward(channels, keys, masked, whole, pieces):
     from overtone.triton_kernels import attention_configs
 
-    blocks = attention_configs.table("sm_80", torch.bfloat16, 64, masked).fused(channels, keys)
+    blocks = attention_configs.table("sm_80", torch.bfloat16, "ieee", 64, masked).fused(channels, keys)
     if whole is None:
         assert blocks is None
     else:
@@ -179,34 +181,43 @@ def test_tf32_only_where_torch_allows_it(attention):
         torch.set_float32_matmul_precision(before)
 
 
-def test_64_bit_offsets_only_where_a_head_spans_so_much(attention):
+def test_far_strides_are_copied(attention):
+    """Offsets inside a tile are 32 bits wide. What fits them is passed as it is."""
     from overtone.triton_kernels.launch import record_launches
 
-    def is_wide(args, mask=None):
+    def token_stride(stride):
+        args = [a if a is None else a.detach().to("meta") for a in random_call(2, 2, 33, 33, 16, 24)]
+        args[0] = torch.empty(1, device="meta").as_strided((2, 2, 33, 16), (16, 32, stride, 1))
         with record_launches() as launches:
-            run_both_ways(attention, args, mask, needs=31)
-        return {launch.meta["WIDE"] for launch in launches if "WIDE" in launch.meta}
+            run_both_ways(attention, args, needs=31)
+        return {dict(zip(x.kernel.arg_names, x.args, strict=False)).get("q_st", stride) for x in launches}
 
-    args = [a if a is None else a.detach().to("meta") for a in random_call()]
-    assert is_wide(args) == {False}
-    far = torch.empty(2**31 + 64, device="meta").as_strided((2, 2, 33, 16), (16, 32, 2**26, 1))
-    assert is_wide([*args[:2], far, *args[3:]]) == {True}
-    assert is_wide(args, torch.empty(1, device="meta").as_strided((2, 2, 33, 33), (1, 1, 2**26, 1))) == {True}
+    assert token_stride(attention.FAR - 1) == {attention.FAR - 1}
+    assert token_stride(attention.FAR) == {16, attention.FAR}  # a copy, where q is an argument
 
 
-def test_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
+@pytest.mark.parametrize("name", ["keys", "channels"])
+def test_too_many_for_32_bits(attention, name):
+    sizes = {"queries": 1, "keys": 1, "width": 1, "channels": 1} | {name: attention.FAR}
+    args = [a if a is None else a.detach().to("meta") for a in random_call(1, 1, **sizes)]
+    with pytest.raises(ValueError, match=f"fewer than 4194304 {name}, got 4194304"):
+        run_both_ways(attention, args)
+
+
+def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     from types import SimpleNamespace
 
     from overtone.backends import _gpu_obstacle
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for gpu, dtype, runs in (
-        ("gfx1100", torch.float32, False), ("gfx1100", torch.float16, True), ("gfx942:xnack-", torch.float32, True),
+    for gpu, dtype, width, runs in (
+        ("gfx1100", torch.float32, 65, False), ("gfx1100", torch.float32, 64, True),
+        ("gfx1100", torch.float16, 128, True), ("gfx942:xnack-", torch.float32, 128, True),
     ):  # fmt: skip
         properties = SimpleNamespace(gcnArchName=gpu)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        obstacle = _gpu_obstacle("spectral_attention", torch.empty(1, dtype=dtype))
-        assert obstacle is None if runs else "on gfx1100 it takes torch.bfloat16 and torch.float16" in obstacle
+        obstacle = _gpu_obstacle("spectral_attention", torch.empty(1, 1, 1, width, dtype=dtype))
+        assert obstacle is None if runs else "on gfx1100 it takes heads of torch.float32 up to 64 wide" in obstacle
 
 
 def test_launches_happen_on_the_tensors_device(monkeypatch):

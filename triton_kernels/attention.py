@@ -34,22 +34,23 @@ class _Call:
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, attn_mask: Tensor | None,
-        is_causal: bool, residual: Tensor | None = None,
+        is_causal: bool,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.keys, self.channels = key.shape[2], basis.shape[1]
         self.features = self.heads * self.width
         self.new_empty = query.new_empty
         self.device, self.dtype = query.device, query.dtype
-        self.table = configs.table(architecture(query.device), query.dtype, self.width, attn_mask is not None)
+        _check_sizes(keys=self.keys, features=self.features, channels=self.channels)
+        precision = _dot_precision(query)
+        self.table = configs.table(
+            architecture(query.device), query.dtype, precision, self.width, attn_mask is not None
+        )
         self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
         self.weights = eigenvalues.contiguous(), *_strided(basis, 2)
         self.sizes = self.heads, self.queries, self.keys
-        self.precision = {"PRECISION": _dot_precision(query)}
-        spans = [_span(x) for x in (query, key, value, basis, attn_mask, residual)]
-        spans += [self.queries * size for size in (self.features, self.channels, self.keys)]
-        self.offsets = {"WIDE": max(spans) >= 2**31, **self.precision}
-        self.head = {"D": self.width, "BD": self.table.BD, **self.offsets}
+        self.precision = {"PRECISION": precision}
+        self.head = {"D": self.width, "BD": self.table.BD, **self.precision}
         self.logits = {"IS_CAUSAL": is_causal, **self.head}
         is_empty = 0 in (self.batch, self.width, *self.sizes, self.channels)
         self.tuning_case = self._tuning_case(attn_mask) if autotune.is_on() and not is_empty else None
@@ -82,16 +83,23 @@ def _bucket(length: int) -> int:
     return max(64, 1 << (length - 1).bit_length())
 
 
+# Offsets inside a tile are int32. Its sides are at most 256, so strides below this one cannot overflow them.
+FAR = 2**22
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size >= FAR:
+            raise ValueError(f"spectral_attention: the Triton kernels take fewer than {FAR} {name}, got {size}")
+
+
 def _strided(x: Tensor | None, dimensions: int) -> tuple:
-    """A tensor and its strides as kernel arguments."""
-    return (None, *(0,) * dimensions) if x is None else (x, *x.stride())
-
-
-def _span(x: Tensor | None) -> int:
-    """How far apart in memory two elements of the last two dimensions are, at most."""
+    """A tensor and its strides as kernel arguments. One whose neighbours are 2²² elements apart is copied."""
     if x is None:
-        return 0
-    return sum(max(size - 1, 0) * stride for size, stride in zip(x.shape[-2:], x.stride()[-2:], strict=True))
+        return (None, *(0,) * dimensions)
+    if max(x.stride()[-2:]) >= FAR:
+        x = x.contiguous()
+    return x, *x.stride()
 
 
 def _dot_precision(query: Tensor) -> str:
@@ -108,7 +116,7 @@ def forward(
 
     The norms are made of statistics that are taken where y is made, before it is rounded: y is not read again.
     """
-    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal, residual)
+    call = _Call(query, key, value, eigenvalues, basis, attn_mask, is_causal)
     fused = call.table.fused(call.channels, call.keys)
     y = query.new_empty(call.batch, call.queries, call.channels)
     wide_y = call.empty(*y.shape) if need_wide and y.dtype != torch.float32 else None
@@ -138,7 +146,7 @@ def forward(
             launch(
                 projection_kernel, (tokens * triton.cdiv(call.channels, blocks.tile["BE"]),),
                 heads, *call.weights, *end, call.queries, call.features, call.channels,
-                **call.offsets, **blocks.meta,
+                **call.precision, **blocks.meta,
             )  # fmt: skip
         return statistics
 

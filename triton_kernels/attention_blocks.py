@@ -2,8 +2,8 @@
 
 A head of width D lies in tiles of BD columns, the next power of two; what lies beyond D is masked, never copied.
 Logits are in base 2: exp2(b_s) is exp(scale · q kᵀ + bias), as the launchers multiply `scale` by log2(e).
-Offsets to an image or a head are int64. Offsets inside one are int32, which saves registers, unless it spans 2³¹
-elements: then WIDE is True.
+The way to an image, a head or a tile is one int64 number. Inside a tile offsets are int32, which saves registers; the
+launchers see to it that no tile spans 2³¹ elements.
 """
 
 import triton
@@ -14,44 +14,64 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def locate_block(n_tokens, n_inner, BT: tl.constexpr):
-    """(i_outer, i_inner, i_t) of this program, of which i_t, the block of tokens, runs fastest."""
+    """(i_outer, i_inner, i_t) of this program, of which i_t, the first token of its block, runs fastest."""
     n_blocks = tl.cdiv(n_tokens, BT)
     i_s = tl.program_id(0) // n_blocks
-    return i_s // n_inner, i_s % n_inner, tl.program_id(0) % n_blocks
+    return i_s // n_inner, i_s % n_inner, tl.program_id(0) % n_blocks * BT
+
+
+@triton.jit
+def mul64(a, b):
+    """a · b of two scalars in int64."""
+    return tl.full([], a, tl.int64) * b  # not a.to(tl.int64): in the interpreter a loop's index is a plain number
 
 
 @triton.jit
 def at_head(p_x, i_b, i_h, x_sb, x_sh):
     """The pointer at head i_h of image i_b."""
-    return p_x + i_b.to(tl.int64) * x_sb + i_h.to(tl.int64) * x_sh
+    return p_x + mul64(i_b, x_sb) + mul64(i_h, x_sh)
 
 
 @triton.jit
-def tile_offsets(o_r, o_c, x_sr, x_sc, WIDE: tl.constexpr):
-    """Rows o_r and columns o_c of a matrix with these strides."""
-    if WIDE:
-        o_r, o_c = o_r.to(tl.int64), o_c.to(tl.int64)
-    return o_r[:, None] * x_sr + o_c[None, :] * x_sc
+def at_tile(p_x, x_sr, x_sc, i_r, i_c, BR: tl.constexpr, BC: tl.constexpr):
+    """The pointers at rows [i_r, i_r + BR) and columns [i_c, i_c + BC) of a matrix with these strides."""
+    o_r, o_c = tl.arange(0, BR), tl.arange(0, BC)
+    return p_x + mul64(i_r, x_sr) + mul64(i_c, x_sc) + (o_r[:, None] * x_sr + o_c[None, :] * x_sc)
 
 
 @triton.jit
-def load_head(p_x, x_st, x_sd, o_t, n_tokens, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
-    """Tokens o_t of a head, [BT, BD]; zero where there are none, and beyond the head's width."""
-    o_d = tl.arange(0, BD)
-    m_tile = (o_t < n_tokens)[:, None]
+def in_matrix(i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
+    """Which elements of the tile at (i_r, i_c) the matrix has."""
+    return (i_r + tl.arange(0, BR) < n_rows)[:, None] & (i_c + tl.arange(0, BC) < n_columns)[None, :]
+
+
+@triton.jit
+def load_matrix(p_x, x_sr, x_sc, i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
+    """The tile at (i_r, i_c), [BR, BC]; zero outside the matrix."""
+    m_tile = in_matrix(i_r, i_c, n_rows, n_columns, BR, BC)
+    return tl.load(at_tile(p_x, x_sr, x_sc, i_r, i_c, BR, BC), mask=m_tile, other=0.0)
+
+
+@triton.jit
+def in_head(i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Which elements of the tile at token i_t the head has."""
+    m_tile = (i_t + tl.arange(0, BT) < n_tokens)[:, None]
     if D < BD:
-        m_tile = m_tile & (o_d < D)[None, :]
-    return tl.load(p_x + tile_offsets(o_t, o_d, x_st, x_sd, WIDE), mask=m_tile, other=0.0)
+        m_tile = m_tile & (tl.arange(0, BD) < D)[None, :]
+    return m_tile
 
 
 @triton.jit
-def store_head(p_x, x_st, b_x, o_t, n_tokens, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
-    """Store [BT, BD] as tokens o_t of a head, whose columns are neighbours."""
-    o_d = tl.arange(0, BD)
-    m_tile = (o_t < n_tokens)[:, None]
-    if D < BD:
-        m_tile = m_tile & (o_d < D)[None, :]
-    tl.store(p_x + tile_offsets(o_t, o_d, x_st, 1, WIDE), b_x, mask=m_tile)
+def load_head(p_x, x_st, x_sd, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Tokens [i_t, i_t + BT) of a head, [BT, BD]; zero where there are none, and beyond the head's width."""
+    m_tile = in_head(i_t, n_tokens, D, BT, BD)
+    return tl.load(at_tile(p_x, x_st, x_sd, i_t, 0, BT, BD), mask=m_tile, other=0.0)
+
+
+@triton.jit
+def store_head(p_x, x_st, b_x, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Store [BT, BD] as tokens [i_t, i_t + BT) of a head, whose columns are neighbours."""
+    tl.store(at_tile(p_x, x_st, 1, i_t, 0, BT, BD), b_x, mask=in_head(i_t, n_tokens, D, BT, BD))
 
 
 @triton.jit
@@ -66,27 +86,16 @@ def load_columns(p_x, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(p_x, x_sr, x_sc, o_r, o_c, n_rows, n_columns, WIDE: tl.constexpr):
-    """Rows o_r and columns o_c of a matrix; zero outside."""
-    m_tile = (o_r < n_rows)[:, None] & (o_c < n_columns)[None, :]
-    return tl.load(p_x + tile_offsets(o_r, o_c, x_sr, x_sc, WIDE), mask=m_tile, other=0.0)
-
-
-@triton.jit
-def mask_logits(
-    b_s, p_mask, mask_sq, mask_sk, o_q, o_k, n_queries, n_keys, IS_CAUSAL: tl.constexpr, WIDE: tl.constexpr
-):
-    """Logits with the bias added, −inf where a key takes no part.
+def mask_logits(b_s, p_mask, mask_sq, mask_sk, i_q, o_q, n_queries, i_k, o_k, n_keys, IS_CAUSAL: tl.constexpr):
+    """Logits of queries i_q + o_q and keys i_k + o_k with the bias added, −inf where a key takes no part.
 
     o_q and o_k are two-dimensional, so that b_s may be [queries, keys] or its transpose.
     """
-    m_s = (o_q < n_queries) & (o_k < n_keys)
+    m_s = (i_q + o_q < n_queries) & (i_k + o_k < n_keys)
     if IS_CAUSAL:
-        m_s = m_s & (o_k <= o_q)
+        m_s = m_s & (i_k + o_k <= i_q + o_q)
     if p_mask is not None:
-        if WIDE:
-            o_q, o_k = o_q.to(tl.int64), o_k.to(tl.int64)
-        p_tile = p_mask + (o_q * mask_sq + o_k * mask_sk)
+        p_tile = p_mask + mul64(i_q, mask_sq) + mul64(i_k, mask_sk) + (o_q * mask_sq + o_k * mask_sk)
         if p_mask.dtype.element_ty == tl.int1:
             m_s = tl.load(p_tile, mask=m_s, other=False)
         else:

@@ -1,8 +1,8 @@
-"""The blocks that attention's kernels are shipped with: a fixed table by architecture, dtype, head width and mask.
+"""The blocks that attention's kernels are shipped with: a table by architecture, dtype, head width and mask.
 
-An entry compiles without a spill and within the architecture's limits, which `overtone kernels --check` proves of every
-one. Large tiles were tried first, since they read keys, values and weights less often, but no entry was chosen by a
-measurement: none of them has run on a GPU. `scripts/attention_blocks` looks for larger ones.
+`scripts/attention_blocks` derives it: an entry compiles without a spill and within the limits of every architecture of
+its column (`overtone kernels --check` proves it), and is the fastest of those by attention_model.time. None was chosen
+by a measurement: no GPU has run them. OVERTONE_AUTOTUNE=1 measures (autotune.py).
 """
 
 from __future__ import annotations
@@ -40,56 +40,68 @@ TILES = {
     "query_gradient": ("BM", "BN"),
 }
 
-# half: float16 and bfloat16. width: of a head, up to. masked: with attn_mask, whose tile takes registers too; where
-# masks have no entry of their own, the kernel reads none. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
-# one after the other, as registers do not hold both. "-": no such form on this architecture. gfx1100 multiplies float32
-# without matrix instructions, and no tile of a head fits its registers then.
+# dtype: half is float16 and bfloat16; float and tf32 are the two ways to multiply float32. width: of a head, up to.
+# masked: with attn_mask, whose tile takes registers too. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
+# one after the other, where registers do not hold both. "-": no blocks fit, or none are needed. gfx1100 has no matrix
+# instructions for float32, and its registers do not hold a tile of wide heads then (16 × 16 logits spill 164 bytes).
+# Not derived yet, but taken over from an older search because they fit: half precision on gfx1100 from "masked
+# key_value_gradient" down; on sm_80 "half 128" from "plain key_value_gradient" down, "tf32 64 query_gradient" and
+# "tf32 128" but for heads_gradient; on sm_90 "half 128 plain query_gradient" and tf32's last gradients of 128.
 _TABLE = """
-dtype width mask   kernel              sm_80         sm_89         sm_90         sm_100        sm_120        gfx942        gfx1100
-half  64    plain  attention           128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.2
-half  64    plain  attention_whole     32.256.8.1    32.256.8.1    64.256.4.1    64.256.4.1    32.256.8.1    32.256.8.1    -
-half  64    plain  fused               32.64.4.2     32.32.4.2     64.64.8.2     64.64.8.2     32.64.4.2     64.64.8.2     64.32.8.2
-half  64    plain  fused_whole         32.256.8.1    32.256.8.1    32.256.8.1    32.256.8.1    32.256.8.1    -             -
-half  64    plain  projection          128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 64.64.32.4.2
-half  64    plain  heads_gradient      128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3
-half  64    plain  basis_gradient      64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3  64.64.64.4.3
-half  64    plain  key_value_gradient  64.128.8.2    32.128.8.2    64.128.8.2    64.128.8.2    32.128.8.2    32.64.4.1     16.32.4.1
-half  64    plain  query_gradient      128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    64.32.4.1
-half  64    masked attention           128.64.8.2    128.64.8.2    128.64.8.2    128.64.8.2    64.32.4.2     128.64.8.2    16.32.4.1
-half  64    masked key_value_gradient  32.128.8.2    32.64.4.1     32.128.8.2    32.128.8.2    32.64.4.1     32.64.4.1     16.32.4.1
-half  64    masked query_gradient      128.32.8.2    128.32.8.2    128.32.8.2    128.64.8.2    128.32.8.2    128.32.8.2    16.32.4.1
-half  128   plain  attention           64.64.4.2     64.32.4.2     64.64.4.2     64.64.4.2     64.32.4.2     64.32.4.2     16.32.4.1
-half  128   plain  attention_whole     64.256.8.1    64.256.8.1    64.256.8.1    64.256.8.1    64.256.8.1    -             -
-half  128   plain  heads_gradient      64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     64.64.4.2     32.32.4.2
-half  128   plain  key_value_gradient  64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     16.32.4.1     -
-half  128   plain  key_value_apart     -             -             -             -             -             -             16.32.4.1
-half  128   plain  query_gradient      64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.64.8.2     64.32.4.1     32.16.8.1
-half  128   masked attention           64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     64.32.4.2     32.32.4.2     16.16.4.1
-half  128   masked key_value_gradient  32.64.8.1     32.64.8.1     64.64.8.2     64.64.8.2     32.64.8.1     16.32.4.1     -
-half  128   masked key_value_apart     -             -             -             -             -             -             16.16.4.1
-half  128   masked query_gradient      64.64.8.2     64.64.8.2     64.64.8.2     64.32.8.2     64.64.8.2     64.32.4.1     32.16.8.1
-float 64    plain  attention           32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     32.32.4.1     -
-float 64    plain  projection          64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  -
-float 64    plain  heads_gradient      32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     32.32.4.2     -
-float 64    plain  basis_gradient      64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  64.64.32.4.2  -
-float 64    plain  key_value_gradient  16.16.4.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     16.32.4.1     -
-float 64    plain  query_gradient      32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     -
-float 64    masked attention           32.32.4.1     16.32.4.1     32.32.4.1     32.32.4.1     32.32.8.1     32.32.4.1     -
-float 64    masked key_value_gradient  32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     32.32.8.1     -
-float 64    masked query_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.32.8.1     -
-float 128   plain  attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
-float 128   plain  heads_gradient      32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
-float 128   plain  key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
-float 128   plain  query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
-float 128   masked attention           32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     32.16.4.1     -
-float 128   masked key_value_gradient  16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
-float 128   masked query_gradient      16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     16.16.4.1     -
-"""  # noqa: E501
+dtype width mask   kernel             sm_80         sm_90         gfx942        gfx1100
+half  any   any    projection         128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.32.8.3
+half  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  32.32.32.4.3  32.32.32.4.3
+half  64    any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3
+half  64    plain  attention          128.32.4.3    64.64.4.3     128.64.4.3    128.32.8.3
+half  64    plain  attention_whole    32.256.4.1    64.256.4.1    32.256.4.1    -
+half  64    plain  fused              32.64.4.3     64.64.8.3     64.64.4.2     -
+half  64    plain  fused_whole        32.256.8.1    32.256.8.1    -             -
+half  64    plain  key_value_gradient 64.128.8.3    64.128.8.3    32.128.4.1    16.32.8.3
+half  64    plain  key_value_apart    -             -             -             -
+half  64    plain  query_gradient     128.64.8.3    128.64.8.3    128.64.4.3    64.32.8.3
+half  64    masked attention          128.32.8.3    128.64.8.3    128.64.8.3    32.16.4.3
+half  64    masked fused              32.64.8.3     64.32.8.3     16.64.4.3     -
+half  64    masked key_value_gradient 32.32.4.3     32.128.8.3    32.64.4.1     16.32.4.1
+half  64    masked key_value_apart    -             -             -             -
+half  64    masked query_gradient     128.32.8.3    128.32.8.3    128.32.8.3    32.16.8.1
+half  128   any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    32.32.4.2
+half  128   plain  attention          128.64.8.3    128.64.8.3    128.64.4.2    16.32.4.1
+half  128   plain  attention_whole    32.256.8.1    64.256.8.1    -             -
+half  128   plain  key_value_gradient 64.64.8.2     32.128.8.3    32.32.4.1     -
+half  128   plain  key_value_apart    -             -             -             16.32.4.1
+half  128   plain  query_gradient     64.64.8.2     64.64.8.2     128.32.4.3    32.16.8.1
+half  128   masked attention          64.32.8.2     64.64.8.3     128.32.8.3    16.16.4.1
+half  128   masked key_value_gradient 32.64.8.1     32.128.8.3    32.32.4.3     -
+half  128   masked key_value_apart    -             -             -             16.16.4.1
+half  128   masked query_gradient     64.64.8.2     128.32.8.3    64.32.4.1     32.16.8.1
+tf32  any   any    projection         128.64.32.8.3 128.64.64.8.3 -             -
+tf32  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  -             -
+tf32  64    any    heads_gradient     128.64.8.3    128.64.8.3    -             -
+tf32  64    any    attention          64.32.4.3     128.64.8.3    -             -
+tf32  64    any    fused              32.64.8.3     32.32.8.3     -             -
+tf32  64    any    key_value_gradient 32.32.4.3     32.128.8.3    -             -
+tf32  64    any    key_value_apart    -             -             -             -
+tf32  64    any    query_gradient     128.32.8.3    128.32.8.3    -             -
+tf32  128   any    heads_gradient     64.64.8.3     64.64.8.3     -             -
+tf32  128   any    attention          32.16.4.1     128.32.8.3    -             -
+tf32  128   any    key_value_gradient 16.16.4.1     16.16.4.1     -             -
+tf32  128   any    key_value_apart    -             -             -             -
+tf32  128   any    query_gradient     16.16.4.1     16.16.4.1     -             -
+float any   any    projection         64.64.32.8.2  64.64.32.8.2  64.64.32.8.2  64.64.32.8.2
+float any   any    basis_gradient     32.32.32.8.2  64.64.32.8.2  32.32.32.8.2  32.32.32.4.2
+float 64    any    heads_gradient     32.32.8.2     32.32.8.2     32.32.8.2     32.32.8.2
+float 64    any    attention          16.16.8.2     16.16.8.2     32.16.4.2     16.16.4.2
+float 64    any    key_value_gradient 16.16.4.2     16.16.8.2     16.32.4.2     16.16.8.2
+float 64    any    key_value_apart    -             -             -             -
+float 64    any    query_gradient     16.16.4.2     16.16.8.2     32.16.4.2     16.16.8.2
+float 128   any    heads_gradient     32.32.8.2     32.32.8.2     32.32.8.2     32.32.8.2
+float 128   any    attention          32.16.8.2     16.16.8.2     32.16.4.2     -
+float 128   any    key_value_gradient 16.16.4.2     -             16.32.4.2     -
+float 128   any    key_value_apart    -             16.16.8.2     -             -
+float 128   any    query_gradient     16.16.4.2     16.16.8.2     32.16.4.2     -
+"""
 
-ARCHITECTURES = tuple(_TABLE.split("\n")[1].split()[4:])
-
-# The table's architecture for those it does not name: the same generation, or one with no more shared memory.
-_ALIKE = {"sm_86": "sm_89", "sm_87": "sm_80", "sm_103": "sm_100", "sm_121": "sm_120"}
+COLUMNS = tuple(_TABLE.split("\n")[1].split()[4:])
 
 # One launch holds so many accumulators of BE channels.
 MAX_PIECES = 3
@@ -142,39 +154,42 @@ class Table(NamedTuple):
         return blocks._replace(tile=blocks.tile | {"WHOLE": False})
 
 
-def table(architecture: str, dtype: torch.dtype, width: int, masked: bool) -> Table:
-    """The shipped blocks, and the head's width as the kernels pad it."""
-    padded = max(16, 1 << (width - 1).bit_length())
-    kind = "float" if dtype == torch.float32 else "half"
-    return Table(padded, _blocks(known_architecture(architecture), kind, 64 if padded <= 64 else 128, masked))
+def table(architecture: str, dtype: torch.dtype, precision: str, width: int, masked: bool) -> Table:
+    """The shipped blocks, and the head's width as the kernels pad it. precision: of float32 products, as Triton's."""
+    padded = padded_width(width)
+    kind = {"ieee": "float", "tf32": "tf32"}[precision] if dtype == torch.float32 else "half"
+    return Table(padded, _blocks(column_of(architecture), kind, 64 if padded <= 64 else 128, masked))
 
 
-def is_shipped(architecture: str, dtype: torch.dtype) -> bool:
-    """Whether there are blocks for the dtype on this architecture."""
-    return "attention" in table(architecture, dtype, 64, masked=False).blocks
+def padded_width(width: int) -> int:
+    """The power of two in which the kernels hold a head: Triton has no other tiles."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
-def known_architecture(name: str) -> str:
-    """The one of the table whose blocks `name` uses."""
-    if name in ARCHITECTURES:
-        return name
-    if name.startswith("gfx"):
-        return "gfx942" if name.startswith("gfx9") else "gfx1100"
-    return _ALIKE.get(name, "sm_89")  # the least shared memory of NVIDIA's
+def is_shipped(architecture: str, dtype: torch.dtype, width: int) -> bool:
+    """Whether there are blocks for heads of this dtype and width on this architecture."""
+    return "attention" in table(architecture, dtype, "ieee", width, masked=False).blocks
+
+
+def column_of(architecture: str) -> str:
+    """The column of the table that `architecture` uses.
+
+    sm_90 and its successors in data centres multiply in groups of warps from 228 KiB of shared memory; all others of
+    NVIDIA's, sm_120 among them, use sm_80's instructions, and its blocks fit in the 99 KiB that some of them have.
+    """
+    if architecture.startswith("gfx"):
+        return "gfx942" if architecture.startswith("gfx9") else "gfx1100"
+    return "sm_90" if architecture.startswith(("sm_90", "sm_10")) else "sm_80"
 
 
 @cache
-def _blocks(architecture: str, kind: str, width: int, masked: bool) -> dict[str, Blocks]:
+def _blocks(column: str, kind: str, width: int, masked: bool) -> dict[str, Blocks]:
     found = {}
+    wanted = {kind}, {str(width), "any"}, {"masked" if masked else "plain", "any"}
     for line in _TABLE.strip().split("\n")[1:]:
-        row_kind, row_width, mask, kernel, *cells = line.split()
-        cell = cells[ARCHITECTURES.index(architecture)]
-        of_this_width = int(row_width) == width or kernel in ("projection", "basis_gradient")
-        reads_masks = kernel in ("attention", "key_value_gradient", "key_value_apart", "query_gradient")
-        of_this_mask = (mask == "masked") == masked or not reads_masks
-        if masked and ("whole" in kernel or "fused" in kernel):
-            continue
-        if row_kind == kind and of_this_width and of_this_mask and cell != "-":
+        *case, kernel = line.split()[:4]
+        cell = line.split()[4:][COLUMNS.index(column)]
+        if cell != "-" and all(value in values for value, values in zip(case, wanted, strict=True)):
             *tile, num_warps, num_stages = map(int, cell.split("."))
             found[kernel] = Blocks(dict(zip(TILES[kernel], tile, strict=True)), num_warps, num_stages)
     return found

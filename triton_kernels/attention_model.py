@@ -17,12 +17,13 @@ from overtone.triton_kernels.launch import Launch, assume_architecture, record_l
 
 
 class Cost(NamedTuple):
-    """Of one launch, or of one operation of eager PyTorch."""
+    """Of one launch, or of one operation of eager PyTorch: bytes that cross HBM, products, bytes its programs load."""
 
     name: str
     read: int
     written: int
     flops: int
+    loaded: int = 0
 
     @property
     def bytes(self) -> int:
@@ -33,67 +34,115 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _attention_flops(v: dict[str, Any], programs: int) -> int:
+Values = dict[str, Any]  # a launch's arguments and constants by name, and "programs"
+
+
+def _attention_flops(v: Values) -> int:
     blocks = 1 if v["WHOLE"] else _ceil(v["n_keys"], v["BN"])
-    return programs * blocks * 4 * v["BM"] * v["BN"] * v["BD"]
+    return v["programs"] * blocks * 4 * v["BM"] * v["BN"] * v["BD"]
 
 
-def _fused_flops(v: dict[str, Any], programs: int) -> int:
+def _fused_flops(v: Values) -> int:
     projection = 2 * v["BM"] * v["BD"] * v["BE"] * v["PIECES"]
-    return v["n_heads"] * (_attention_flops(v, programs) + programs * projection)
+    return v["n_heads"] * (_attention_flops(v) + v["programs"] * projection)
+
+
+def _once(v: Values) -> int:
+    return 1
+
+
+def _per_program(v: Values) -> int:
+    return v["programs"]
+
+
+def _per_head(v: Values) -> int:
+    return v["n_heads"]
+
+
+def _per_row_of_heads(v: Values) -> int:
+    return v["programs"] // v["n_heads"]
+
+
+def _per_query_block(v: Values) -> int:
+    return _ceil(v["n_queries"], v["BM"])
+
+
+def _per_key_block(v: Values) -> int:
+    return _ceil(v["n_keys"], v["BN"])
+
+
+def _per_column(v: Values) -> int:
+    return _ceil(v["n_channels"], v["BE"])
+
+
+def _per_row_of_columns(v: Values) -> int:
+    return v["programs"] // _per_column(v)
+
+
+def _per_row_of_features(v: Values) -> int:
+    return _ceil(v["n_features"], v["BM"])
 
 
 class _Kernel(NamedTuple):
-    """Which arguments a kernel reads and writes, and its FLOPs by its arguments and the number of programs."""
+    """How often a kernel's programs together load each of its arguments, which they write, and their FLOPs."""
 
-    reads: tuple[str, ...]
+    reads: dict[str, Callable[[Values], int]]
     writes: tuple[str, ...]
-    flops: Callable[[dict[str, Any], int], int] = lambda v, programs: 0
+    flops: Callable[[Values], int] = lambda v: 0
 
 
-_QKV = ("p_q", "p_k", "p_v", "p_mask")
-_WEIGHTS = ("p_eigenvalues", "p_basis")
+_FORWARD = {"p_q": _once, "p_k": _per_query_block, "p_v": _per_query_block, "p_mask": _once}
 _Y = ("p_y", "p_wide", "p_statistics")
-_BACK = ("p_grad_heads", "p_rows", "p_delta")
 KERNELS = {
-    "attention": _Kernel(_QKV, ("p_heads", "p_rows"), _attention_flops),
-    "fused": _Kernel((*_QKV, *_WEIGHTS, "p_r"), (*_Y, "p_heads", "p_rows"), _fused_flops),
+    "attention": _Kernel(_FORWARD, ("p_heads", "p_rows"), _attention_flops),
+    "fused": _Kernel(
+        _FORWARD | {"p_eigenvalues": _per_program, "p_basis": _per_program, "p_r": _once},
+        (*_Y, "p_heads", "p_rows"), _fused_flops,
+    ),
     "projection": _Kernel(
-        ("p_heads", *_WEIGHTS, "p_r"), _Y,
-        lambda v, programs: programs * _ceil(v["n_features"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BE"],
+        {"p_heads": _per_column, "p_eigenvalues": _per_program, "p_basis": _per_row_of_columns, "p_r": _once}, _Y,
+        lambda v: v["programs"] * _ceil(v["n_features"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BE"],
     ),
     "heads_gradient": _Kernel(
-        ("p_g", *_WEIGHTS, "p_heads"), ("p_grad_heads", "p_delta", "p_grad_eigenvalues"),
-        lambda v, programs: programs * _ceil(v["n_channels"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BD"],
+        {"p_g": _per_head, "p_eigenvalues": _per_row_of_heads, "p_basis": _per_row_of_heads, "p_heads": _once},
+        ("p_grad_heads", "p_delta", "p_grad_eigenvalues"),
+        lambda v: v["programs"] * _ceil(v["n_channels"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BD"],
     ),
     "basis_gradient": _Kernel(
-        ("p_heads", "p_eigenvalues", "p_g"), ("p_grad_basis",),
-        lambda v, programs: 2 * v["BM"] * v["BE"] * v["BK"] * _split_blocks(v, programs),
+        {
+            "p_heads": _per_column, "p_g": _per_row_of_features,
+            "p_eigenvalues": lambda v: v["programs"] // _per_row_of_features(v),
+        },
+        ("p_grad_basis",), lambda v: 2 * v["BM"] * v["BE"] * v["BK"] * _split_blocks(v),
     ),
     "key_value_gradient": _Kernel(
-        (*_QKV, *_BACK), ("p_grad_k", "p_grad_v"),
-        lambda v, programs: programs * _ceil(v["n_queries"], v["BM"]) * 8 * v["BM"] * v["BN"] * v["BD"],
+        {
+            "p_q": _per_key_block, "p_k": _once, "p_v": _once, "p_mask": _once,
+            "p_grad_heads": _per_key_block, "p_rows": _per_key_block, "p_delta": _per_key_block,
+        },
+        ("p_grad_k", "p_grad_v"),
+        lambda v: v["programs"] * _ceil(v["n_queries"], v["BM"]) * 8 * v["BM"] * v["BN"] * v["BD"],
     ),
     "query_gradient": _Kernel(
-        (*_QKV, *_BACK), ("p_grad_q", "p_grad_logits"),
-        lambda v, programs: programs * _ceil(v["n_keys"], v["BN"]) * 6 * v["BM"] * v["BN"] * v["BD"],
+        _FORWARD | {"p_grad_heads": _once, "p_rows": _once, "p_delta": _once}, ("p_grad_q", "p_grad_logits"),
+        lambda v: v["programs"] * _ceil(v["n_keys"], v["BN"]) * 6 * v["BM"] * v["BN"] * v["BD"],
     ),
-    "column_sums": _Kernel(("p_rows",), ("p_sums",)),
-    "norms": _Kernel(("p_statistics",), ("p_low", "p_high")),
-    "roots": _Kernel(("p_low2", "p_high2"), ("p_low", "p_high")),
+    "column_sums": _Kernel({"p_rows": _once}, ("p_sums",)),
+    "norms": _Kernel({"p_statistics": _once}, ("p_low", "p_high")),
+    "roots": _Kernel({"p_low2": _once, "p_high2": _once}, ("p_low", "p_high")),
     "norms_backward": _Kernel(
-        ("p_x", "p_added", "p_grad_low", "p_grad_high", "p_low", "p_high"), ("p_grad_x",)
+        dict.fromkeys(("p_x", "p_added", "p_grad_low", "p_grad_high", "p_low", "p_high"), _once), ("p_grad_x",)
     ),
 }  # fmt: skip
 
 
-def _split_blocks(v: dict[str, Any], programs: int) -> int:
+def _split_blocks(v: Values) -> int:
     """Steps of the basis gradient's loop, over all programs: the last split may be shorter."""
     splits = _ceil(v["n_tokens"], v["n_split_tokens"])
     steps = sum(
         _ceil(min(v["n_split_tokens"], v["n_tokens"] - i * v["n_split_tokens"]), v["BK"]) for i in range(splits)
     )
-    return programs // splits * steps if splits else 0
+    return v["programs"] // splits * steps if splits else 0
 
 
 def _touched(x: Tensor | None) -> int:
@@ -107,11 +156,12 @@ def cost(launch: Launch) -> Cost:
     """By the kernel's formula."""
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.meta
+    values["programs"] = torch.Size(launch.grid).numel()
     assert not values.get("IS_CAUSAL"), "causal launches are not modelled"
     kernel = KERNELS[name]
     read, written = (sum(_touched(values[arg]) for arg in args) for args in (kernel.reads, kernel.writes))
-    programs = torch.Size(launch.grid).numel()
-    return Cost(name, read, written, kernel.flops(values, programs))
+    loaded = sum(times(values) * values[arg].nbytes for arg, times in kernel.reads.items() if values[arg] is not None)
+    return Cost(name, read, written, kernel.flops(values), loaded)
 
 
 class Shape(NamedTuple):
@@ -133,18 +183,31 @@ SHAPES = (
 
 
 class Gpu(NamedTuple):
-    """Vendor's figures: bytes per second of HBM, dense half-precision FLOPs per second."""
+    """Vendor's figures: bytes per second of HBM, dense FLOPs per second of float16 and bfloat16, of TF32 and of float32
+    products, processors (SM, CU, WGP) and their clock. wide_rows: rows of a tile that matrix instructions want."""
 
     architecture: str
     bandwidth: float
     peak: float
+    peak_tf32: float
+    peak_float32: float
+    processors: int
+    clock: float
+    wide_rows: int = 16
+
+    @property
+    def l2_bandwidth(self) -> float:
+        return 64 * self.processors * self.clock  # bytes that a processor takes in a clock
 
 
 GPUS = {
-    "A100": Gpu("sm_80", 2.04e12, 312e12),
-    "H100": Gpu("sm_90", 3.35e12, 989e12),
-    "B200": Gpu("sm_100", 8.0e12, 2250e12),
-    "MI300X": Gpu("gfx942", 5.3e12, 1307e12),
+    "A100": Gpu("sm_80", 2.04e12, 312e12, 156e12, 19.5e12, 108, 1.41e9),
+    "L40S": Gpu("sm_89", 0.86e12, 362e12, 183e12, 91.6e12, 142, 2.52e9),
+    "H100": Gpu("sm_90", 3.35e12, 989e12, 495e12, 67e12, 132, 1.83e9, wide_rows=64),
+    "B200": Gpu("sm_100", 8.0e12, 2250e12, 1125e12, 80e12, 148, 1.85e9, wide_rows=64),
+    "RTX 5090": Gpu("sm_120", 1.79e12, 210e12, 105e12, 105e12, 170, 2.41e9),
+    "MI300X": Gpu("gfx942", 5.3e12, 1307e12, 0.0, 163e12, 304, 2.1e9),
+    "RX 7900 XTX": Gpu("gfx1100", 0.96e12, 123e12, 0.0, 61e12, 48, 2.5e9),
 }
 
 
@@ -163,20 +226,24 @@ def ours(shape: Shape, dtype: torch.dtype, architecture: str, training: bool) ->
     return [cost(launch) for launch in launches]
 
 
-def eager(shape: Shape, dtype: torch.dtype, training: bool) -> list[Cost]:
-    """SDPA, scale, matmul, add and norms in float32, as PyTorch runs them one by one; SDPA itself is fused."""
+def eager(shape: Shape, dtype: torch.dtype, training: bool, norms_dtype: torch.dtype = torch.float32) -> list[Cost]:
+    """SDPA, scale, matmul, add and norms, as PyTorch runs them one by one; SDPA itself is fused.
+
+    The norms are taken in float32, as overtone's reference and autocast take them, or in `norms_dtype`.
+    """
     b, n, c, h = shape[1:]
     u = b * n * c * dtype.itemsize  # a tensor of tokens
-    wide = b * n * c * 4
+    wide = b * n * c * norms_dtype.itemsize
     weight = c * c * dtype.itemsize
     rows = 4 * b * h * n  # SDPA's log-sum-exp
     scores, projection = 2 * b * n * n * c, 2 * b * n * c * c
+    casts = norms_dtype != dtype
     forward = [
         Cost("sdpa", 3 * u, u + rows, 2 * scores),
         Cost("scale", u, u, 0),
         Cost("matmul", u + weight, u, projection),
         Cost("add", 2 * u, u, 0),
-        Cost("to float32", u, wide, 0),
+        *([Cost("to the norms' dtype", u, wide, 0)] * casts),
         Cost("mean", wide, 0, 0),
         Cost("subtract mean", wide, wide, 0),
         Cost("norm", wide, 0, 0),
@@ -185,7 +252,7 @@ def eager(shape: Shape, dtype: torch.dtype, training: bool) -> list[Cost]:
         Cost("norm backward", wide, wide, 0),
         Cost("mean backward: sum", wide, 0, 0),
         Cost("mean backward: add", wide, wide, 0),
-        Cost("to half", wide, u, 0),
+        *([Cost("from the norms' dtype", wide, u, 0)] * casts),
         Cost("add to grad_y", 2 * u, u, 0),
         Cost("matmul backward: heads", u + weight, u, projection),
         Cost("matmul backward: basis", 2 * u, weight, projection),
@@ -201,3 +268,42 @@ def eager(shape: Shape, dtype: torch.dtype, training: bool) -> list[Cost]:
 def roofline(costs: list[Cost], gpu: Gpu) -> float:
     """Seconds, if every launch reached the GPU's bandwidth or its peak, whichever binds."""
     return sum(max(cost.bytes / gpu.bandwidth, cost.flops / gpu.peak) for cost in costs)
+
+
+# So many resident warps keep a processor's matrix units busy: two on each of its four parts.
+BUSY_WARPS = 8
+# Bytes of shared memory that a processor's warps load in a clock.
+SHARED_BYTES = 128
+# The sides of what a kernel multiplies, which its warps share.
+_SIDES = {
+    "attention": ("BM", "BN"), "fused": ("BM", "BN"), "projection": ("BM", "BE"), "heads_gradient": ("BM", "BD"),
+    "basis_gradient": ("BM", "BE"), "key_value_gradient": ("BN", "BM"), "query_gradient": ("BM", "BN"),
+}  # fmt: skip
+
+
+def time(launch: Launch, gpu: Gpu, resident_warps: int) -> float:
+    """Seconds of a launch, of which a processor holds so many warps; by this the blocks of the table are chosen.
+
+    Products run at the peak, at half of it where a tile has too few rows for the widest instruction, and at a share of
+    it where fewer than BUSY_WARPS are resident; their operands come from shared memory, each as often as warps share
+    its rows or columns. Loads come from L2, from HBM the first time, and run beside the products if a loop has several
+    stages or a processor several programs, of which there are many.
+    """
+    spent = cost(launch)
+    meta = launch.meta
+    dtype = launch.args[0].dtype
+    peak = gpu.peak
+    if dtype == torch.float32:
+        peak = {"tf32": gpu.peak_tf32, "ieee": gpu.peak_float32}[meta["PRECISION"]]
+    rows, columns = (meta[side] for side in _SIDES[spent.name])
+    if rows < gpu.wide_rows:
+        peak /= 2
+    products = spent.flops / (peak * min(1, resident_warps / BUSY_WARPS))
+    groups = max(1, meta["num_warps"] * 16 // gpu.wide_rows)  # of warps that multiply together
+    by_rows = min(groups, max(1, rows // gpu.wide_rows))
+    operands = spent.flops / 2 * dtype.itemsize * (by_rows / rows + groups // by_rows / columns)
+    from_shared = operands / (SHARED_BYTES * gpu.processors * gpu.clock)
+    loads = max(spent.loaded / gpu.l2_bandwidth, spent.bytes / gpu.bandwidth)
+    busy = max(products, from_shared)
+    overlap = meta["num_stages"] > 1 or resident_warps > meta["num_warps"]
+    return max(busy, loads) if overlap else busy + loads

@@ -5,12 +5,14 @@ The launchers run on "meta" tensors and their launches are recorded, so what is 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -99,12 +101,19 @@ def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
                 call()
             for launch in launches:
                 name = launch.kernel.fn.__name__.removesuffix("_kernel")
-                absent = tuple(arg is None for arg in launch.args)  # what is absent is compiled away
-                key = name, tuple(launch.meta.items()), absent
+                key = variant(launch)
                 if key not in found:
                     alike = [k for k in found.values() if (k.name, k.case, k.launch.meta) == (name, case, launch.meta)]
                     found[key] = Kernel(name, case + ",again" * len(alike), dtype, launch)
     return list(found.values())
+
+
+def variant(launch: Launch) -> tuple:
+    """What another compilation differs in: constants, and dtypes of the tensors or that they are absent."""
+    kinds = tuple(
+        getattr(arg, "dtype", None) if arg is None or torch.is_tensor(arg) else "number" for arg in launch.args
+    )
+    return launch.kernel.fn.__name__, tuple(launch.meta.items()), kinds
 
 
 def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None]]:
@@ -112,17 +121,74 @@ def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None
     cases: dict[str, Callable[[], None]] = {}
     for tokens in (*(config.BT for config in configs.WHOLE), 4 * configs.SPLIT_TOKENS):
         cases[f"N={tokens}"] = partial(_call_frequency_ops, dtype, tokens)
-    if dtype not in ATTENTION_DTYPES or not attention_configs.is_shipped(architecture, dtype):
-        return cases
-    for width in (64, 128):
-        for tokens in (*attention_configs.WHOLE_KEYS, 1024):
-            for channels in (192, 768):
-                case = f"N={tokens},D={width},E={channels}"
-                cases[case] = partial(_call_attention_ops, dtype, tokens, width, channels)
-        # A width that fills three quarters of its tile, causal, and a bias that needs a gradient.
-        tail = width * 3 // 4
-        cases[f"D={tail},causal,bias"] = partial(_call_attention_ops, dtype, 1024, tail, 768, has_bias=True)
+    for call in attention_calls(dtype, architecture) if dtype in ATTENTION_DTYPES else ():
+        if attention_configs.is_shipped(architecture, dtype, call.width):
+            cases[call.name] = call
     return cases
+
+
+class AttentionCall(NamedTuple):
+    """A call of attention: forward with norms and every gradient, on a packed qkv."""
+
+    dtype: torch.dtype
+    tokens: int
+    width: int
+    channels: int
+    mask: str = ""  # "bool", or "bias", which needs a gradient
+    is_causal: bool = False
+    precision: str = "ieee"
+
+    @property
+    def name(self) -> str:
+        sizes = f"N={self.tokens},D={self.width},E={self.channels}"
+        marks = ("causal" * self.is_causal, self.mask, self.precision.removeprefix("ieee"))
+        return ",".join((sizes, *filter(None, marks)))
+
+    def __call__(self) -> None:
+        heads = 3
+        empty = partial(torch.empty, dtype=self.dtype, device="meta")
+        qkv = empty(64, self.tokens, 3, heads, self.width).permute(2, 0, 3, 1, 4).unbind(0)
+        residual, basis = empty(64, self.tokens, self.channels), empty(heads * self.width, self.channels)
+        call = *qkv, torch.empty(heads * self.width, device="meta"), basis
+        dtypes = {"bool": torch.bool, "bias": torch.float32}
+        shape = 64, heads, self.tokens, self.tokens
+        mask = torch.empty(shape, dtype=dtypes[self.mask], device="meta") if self.mask else None
+        rest = mask, self.is_causal, self.width**-0.5
+        with _matmul_precision("high" if self.precision == "tf32" else "highest"):
+            y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, True)
+            needs = 63 if self.mask == "bias" else 31
+            attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
+    """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks."""
+    is_first = architecture == attention_configs.column_of(architecture)  # of those that share their blocks
+    if dtype == torch.float16:  # bfloat16's kernels with another type in the instructions: a sample will do
+        sizes = itertools.product((197, 1024), (192, 768)) if is_first else ()
+        return [AttentionCall(dtype, tokens, 64, channels) for tokens, channels in sizes]
+    calls = []
+    has_tf32 = dtype == torch.float32 and architecture.startswith("sm_") and is_first
+    for precision, width in itertools.product(("ieee", "tf32") if has_tf32 else ("ieee",), (64, 128)):
+        call = partial(AttentionCall, dtype, precision=precision)
+        calls += [call(tokens, width, channels) for tokens in (50, 65, 197, 1024) for channels in (192, 768)]
+        for channels in (192, 768):
+            if dtype != torch.float32:  # whose blocks are the same with and without a mask
+                calls += [call(tokens, width, channels, is_causal=True) for tokens in (197, 1024)]
+            if (architecture, width) != ("gfx1100", 128):  # where backward spills with any blocks: slow, not wrong
+                calls.append(call(197, width, channels, "bool"))
+            # A width that fills three quarters of its tile.
+            calls.append(call(1024, width * 3 // 4, channels, "bias", is_causal=True))
+    return calls
 
 
 def _call_frequency_ops(dtype: torch.dtype, tokens: int) -> None:
@@ -135,20 +201,6 @@ def _call_frequency_ops(dtype: torch.dtype, tokens: int) -> None:
     for is_causal in (False, True):
         frequency.filter(x, gain, gain, mask, is_causal)
         frequency.filter_backward(x, x, gain, gain, mask, is_causal, True)
-
-
-def _call_attention_ops(dtype: torch.dtype, tokens: int, width: int, channels: int, *, has_bias: bool = False) -> None:
-    """Forward with norms and every gradient, on a packed qkv."""
-    heads = 3
-    empty = partial(torch.empty, dtype=dtype, device="meta")
-    qkv = empty(64, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
-    residual, basis = empty(64, tokens, channels), empty(heads * width, channels)
-    bias = torch.empty(64, heads, tokens, tokens, device="meta") if has_bias else None
-    call = *qkv, torch.empty(heads * width, device="meta"), basis
-    rest = bias, has_bias, width**-0.5  # where there is a bias, it is causal too
-    y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, True)
-    needs = 63 if has_bias else 31
-    attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
 
 
 def build(kernel: Kernel, architecture: Architecture) -> CompiledKernel:
@@ -167,13 +219,15 @@ def compile(kernel: Kernel, architecture: Architecture) -> Usage:
     return Usage(registers, spills, shared, occupancy(architecture, registers, shared, kernel.options["num_warps"]))
 
 
-def compile_all(jobs: Sequence[tuple[str, torch.dtype]], workers: int) -> Iterator[tuple[Kernel, str, Usage]]:
-    """Every kernel of every (architecture, dtype), with what it takes, in order."""
+def compile_all(
+    jobs: Sequence[tuple[str, torch.dtype]], workers: int, every: int = 1
+) -> Iterator[tuple[Kernel, str, Usage]]:
+    """Every kernel of every (architecture, dtype), or one of so many, with what it takes, in order."""
     todo = [
         (kernel, name, (name, dtype, index))
         for name, dtype in jobs
         for index, kernel in enumerate(kernels(dtype, name))
-    ]
+    ][::every]
     if workers == 1:
         for kernel, name, _ in todo:
             yield kernel, name, compile(kernel, ARCHITECTURES[name])

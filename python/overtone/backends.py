@@ -195,11 +195,13 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
 
 
 def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
-    """AMD's consumer GPUs have no matrix instructions for float32, and without them attention's tiles are too large."""
+    """AMD's consumer GPUs have no matrix instructions for float32: without them tiles of wide heads are too large."""
     if op != "spectral_attention" or tensor.dtype != torch.float32 or torch.version.hip is None:
         return None
     gpu = torch.cuda.get_device_properties(tensor.device).gcnArchName.partition(":")[0]
-    return None if gpu.startswith("gfx9") else f"on {gpu} it takes torch.bfloat16 and torch.float16, got {tensor.dtype}"
+    if gpu.startswith("gfx9") or tensor.shape[-1] <= 64:
+        return None
+    return f"on {gpu} it takes heads of torch.float32 up to 64 wide, got {tensor.shape[-1]}"
 
 
 _warned: set[str] = set()

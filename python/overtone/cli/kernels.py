@@ -29,6 +29,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--model", action="store_true", help="instead: bytes, FLOPs and roofline time of attention")
     parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels of linalg instead of the Triton ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="compile so many at a time")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only a sample: every N-th kernel")
     parser.add_argument("--arch", action="append", metavar="NAME", help="only this one (repeatable): sm_90, gfx942, …")
     parser.add_argument("--dtype", action="append", metavar="NAME", help="only this one (repeatable): float32, …")
     parser.set_defaults(run=run)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     jobs = [(name, by_name[dtype]) for name in architectures for dtype in dtypes]
     rows, problems = [], []
-    for kernel, name, usage in aot.compile_all(jobs, args.jobs):
+    for kernel, name, usage in aot.compile_all(jobs, args.jobs, args.every):
         row = _row(kernel, name, usage)
         rows.append(row)
         _progress(f"compiled {len(rows)}: {' '.join(row[:_PLACE])}")
@@ -141,28 +142,35 @@ def _print_model() -> None:
     import torch
 
     from overtone.triton_kernels import attention_model as model
+    from overtone.triton_kernels.attention_configs import padded_width
 
-    header = ("shape", "GPU", "mode", "launches", "MB", "eager MB", "ratio", "µs", "eager µs", "times faster")
+    header = (
+        "shape", "GPU", "mode", "launches", "MB", "eager MB", "ratio", "half norms", "µs", "eager µs", "times faster",
+    )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for shape in model.SHAPES:
         for name, gpu in model.GPUS.items():
             for mode, training in (("forward", False), ("forward+backward", True)):
                 ours = model.ours(shape, torch.bfloat16, gpu.architecture, training)
                 eager = model.eager(shape, torch.bfloat16, training)
-                moved, eager_moved = (sum(cost.bytes for cost in costs) for costs in (ours, eager))
+                half = model.eager(shape, torch.bfloat16, training, norms_dtype=torch.bfloat16)
+                moved, eager_moved, half_moved = (sum(cost.bytes for cost in costs) for costs in (ours, eager, half))
                 time, eager_time = (model.roofline(costs, gpu) for costs in (ours, eager))
                 rows.append(
                     (
                         shape.label, name, mode, str(len(ours)), f"{moved / 1e6:.1f}", f"{eager_moved / 1e6:.1f}",
-                        f"{moved / eager_moved:.2f}", f"{1e6 * time:.1f}", f"{1e6 * eager_time:.1f}",
-                        f"{eager_time / time:.2f}",
+                        f"{moved / eager_moved:.2f}", f"{moved / half_moved:.2f}", f"{1e6 * time:.1f}",
+                        f"{1e6 * eager_time:.1f}", f"{eager_time / time:.2f}",
                     )
                 )  # fmt: skip
     _print_table(header, rows)
     print(
         "bfloat16. A model, not a measurement: every tensor crosses HBM once per launch, launches cost nothing, each "
-        "runs at the vendor's bandwidth or peak. eager: SDPA, scale, matmul, add, norms in float32."
+        "runs at the vendor's bandwidth or peak. eager: SDPA, scale, matmul, add, norms in float32 as in the reference "
+        "and under autocast; half norms: the ratio of bytes if eager takes the norms in bfloat16."
     )
+    padding = ", ".join(f"{width}: {padded_width(width) / width:.2f}" for width in (64, 72, 80, 88, 96, 128))
+    print(f"Products with a head of some width are executed at the next power of two, so many times as many: {padding}")
 
 
 def _progress(text: str) -> None:
