@@ -320,7 +320,7 @@ class TestEqualEigenvalues:
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
 
     def test_a_small_gap_counts_where_eigenvalues_are_detached(self):
-        """⟨G, V f V^T⟩ with f constant: the limit at equal eigenvalues would be zero, but these differ by 80 roundings."""
+        """⟨G, V f Vᵀ⟩ with f constant: the limit at equal eigenvalues is zero, but these are 80 roundings apart."""
         generator = torch.Generator().manual_seed(0)
         values = torch.tensor([1.0, 1.00001, 2.0, 3.0], dtype=torch.float64)
         a = gallery.with_eigenvalues(values, generator).float()

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace, rows: list[tuple[str, ...]], problems: list[str]) -> int:
     """Prints the table and what is wrong with it; the command's status."""
-    _print_table(_HEADER, rows)
+    print_table(_HEADER, rows)
     if args.budget is not None:
         problems += _over_budget(rows, args.budget)
     if args.write_budget is not None:
@@ -131,7 +131,7 @@ def _row(kernel, architecture: str, usage) -> tuple[str, ...]:
     )
 
 
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -163,7 +163,7 @@ def _print_model() -> None:
                         f"{1e6 * eager_time:.1f}", f"{eager_time / time:.2f}",
                     )
                 )  # fmt: skip
-    _print_table(header, rows)
+    print_table(header, rows)
     print(
         "bfloat16. A model, not a measurement: every tensor crosses HBM once per launch, launches cost nothing, each "
         "runs at the vendor's bandwidth or peak. eager: SDPA, scale, matmul, add, norms in float32 as in the reference "

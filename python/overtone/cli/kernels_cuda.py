@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in architectures if name not in aot.ARCHITECTURES]
     if unknown:
         return kernels._fail(f"--arch: got {unknown[0]!r}, wanted one of {', '.join(aot.ARCHITECTURES)}")
-    rows, problems = [], []
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
     for launch, name, registers, spills in aot.compile_all(architectures, args.jobs or 1):
         dtype = str(launch.dtype).removeprefix("torch.")
         if args.dtype and dtype not in args.dtype:
@@ -46,7 +47,7 @@ def print_model() -> None:
         "op", "batch", "kernel", "GPU", "barriers", "shared", "MFLOP", "resident", "waves", "ms", "loop ms",
         "times faster",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for op, count, n in model.BATCHES:
         for name, gpu in model.GPUS.items():
             found = model.predict(op, count, n, gpu)
@@ -56,7 +57,7 @@ def print_model() -> None:
                 f"{work.flops / 1e6:.2f}", str(found.resident), str(found.waves), f"{found.milliseconds:.2f}",
                 f"{loop:.0f}", f"{loop / found.milliseconds:.0f}",
             ))  # fmt: skip
-    kernels._print_table(header, rows)
+    kernels.print_table(header, rows)
     print(
         "float32; per matrix: barriers, loads and stores of shared memory, FLOPs. A model, not a measurement: "
         f"{model.ASSUMPTIONS}. loop: a cuSOLVER call per matrix, of which {model.LOOP_MILLISECONDS} ms is the floor "
