@@ -58,6 +58,15 @@ def test_two_processes_train_as_one(alone, tmp_path, parallel):
     check_same_up_to_rounding(tmp_path, alone)
 
 
+def test_fsdp_and_a_method_that_reads_a_block_from_outside(tmp_path):
+    changes = {"method": "neutreno", "epochs": 1}
+    runs.run_well(train_all, tmp_path / "alone", changes)
+    runs.run_well(train_all, tmp_path / "both", changes | {"parallel": "fsdp"}, processes=2)
+    (both, _), (alone, _) = runs.outcome(tmp_path / "both"), runs.outcome(tmp_path / "alone")
+    for name, expected in alone.items():
+        torch.testing.assert_close(both[name], expected, rtol=ROUNDING, atol=ROUNDING, msg=name)
+
+
 @pytest.mark.parametrize(("first", "then", "parallel"), [(2, 1, "fsdp"), (1, 2, "fsdp"), (2, 1, "ddp")])
 def test_a_checkpoint_goes_on_with_another_number_of_processes(alone, tmp_path, first, then, parallel):
     runs.run_well(train_one_epoch, tmp_path, {"parallel": parallel}, processes=first)
@@ -66,26 +75,28 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(alone, tmp_path, 
     check_same_up_to_rounding(tmp_path, alone)
 
 
-def lose_a_process(folder: Path) -> None:
+def lose_a_process(folder: Path, fate: str) -> None:
     update = Trainer._update
 
     def dying_update(self, *arguments):
         if self.step == 2 and self.processes.rank == 1:
-            runs.die()
+            runs.die() if fate == "dies" else time.sleep(runs.SECONDS)
         update(self, *arguments)
 
     Trainer._update = dying_update
     try:
-        train_all(folder, {})
+        train_all(folder, {"timeout": 5.0})
     except LostProcessError as error:
         (folder / "message").write_text(str(error))
         sys.exit(error.exit_status)
 
 
-def test_a_lost_process_ends_the_others(tmp_path):
-    start = time.monotonic()
-    assert runs.statuses(runs.start(lose_a_process, tmp_path, processes=2)) == [1, -9]
-    assert time.monotonic() - start < runs.SECONDS
+@pytest.mark.parametrize("fate", ["dies", "hangs"])
+def test_a_lost_process_ends_the_others(tmp_path, fate):
+    first, second = runs.start(lose_a_process, tmp_path, fate, processes=2)
+    first.join(runs.SECONDS)
+    second.kill()
+    assert first.exitcode == 1
     message = (tmp_path / "message").read_text()
     assert message.startswith("process 0 of 2 lost the others") and "--resume" in message
 
