@@ -224,6 +224,29 @@ def test_the_sign_of_the_spectrum_decides(sign, name):
     )
 
 
+def test_a_module_around_a_core_is_read():
+    """As ot.reparameterize leaves it: the outer module calls the core's parts, not its forward."""
+
+    class Outer(nn.Module):
+        is_causal = True
+
+        def __init__(self):
+            super().__init__()
+            self.core = Protocol(-1.0)
+
+        def forward(self, hidden_states):
+            q, k = self.core.queries_and_keys(hidden_states)
+            v = self.core.split(hidden_states @ self.core.basis)
+            basis = self.core.basis.mT.contiguous()
+            return ot.spectral_attention(q, k, v, self.core.eigenvalues, basis, is_causal=True), None
+
+    model = nn.ModuleList([Outer()])
+    model.forward = lambda x: model[0](hidden_states=x)[0]
+    result = analyze(model, tokens())
+    assert result.layers[0].name == "0" and result.layers[0].is_causal
+    assert result.verdicts()["other"] == 5 * HEADS
+
+
 def test_spectral_attention_module():
     if not hasattr(ot, "nn"):
         pytest.skip("this version has no ot.nn")

@@ -131,7 +131,7 @@ def test_the_page_of_an_analysis_stands_alone(saved):
     assert checker.open == []
     assert all(link.startswith(("#", "data:")) for link in checker.links)
     assert "<script" not in html and "a &lt;small&gt; model" in html
-    assert "Not read: other_attention" not in html  # never called: it is no part of what ran
+    assert "Not read: other_attention: it was not called." in html
 
 
 def test_files_of_an_analysis(saved):

@@ -18,8 +18,6 @@ from overtone.training.augment import augmented
 from overtone.training.cifar import PIXELS, Cifar, File
 from overtone.training.recipe import WeightAverage, learning_rate, optimizer_of
 
-# ------------------------------------------------------------------------------------------------------------- config
-
 
 def test_the_configuration_survives_json(tmp_path):
     config = TrainConfig(regime="smooth", depth=3, norm_sign=-1, ema=0.5)
@@ -72,9 +70,6 @@ def test_defaults_depend_on_the_data():
         training.resolved(TrainConfig(data="digits", patch_size=3))
 
 
-# -------------------------------------------------------------------------------------------------------------- keyed
-
-
 def test_keyed_numbers_are_splitmix64():
     """The first two numbers of the generator seeded with zero, as its author's program prints them."""
     increment = keyed._INCREMENT
@@ -98,9 +93,6 @@ def test_a_permutation_has_every_number_once():
     order = keyed.permutation(1000, keyed.ORDER, 5)
     assert torch.equal(order.sort().values, torch.arange(1000))
     assert not torch.equal(order, keyed.permutation(1000, keyed.ORDER, 6))
-
-
-# --------------------------------------------------------------------------------------------------------------- data
 
 
 def test_digits_are_split_evenly_and_the_same_for_every_seed():
@@ -248,9 +240,6 @@ def test_an_image_that_is_none_is_named(photographs):
             images.images(torch.arange(len(images.labels)))
 
 
-# ------------------------------------------------------------------------------------------------------- augmentation
-
-
 def test_augmentation_does_not_depend_on_the_batch():
     config = TrainConfig(shift=2, flip=True, crop=0.5)
     images = torch.randint(0, 256, (16, 3, 12, 12), dtype=torch.uint8)
@@ -278,9 +267,6 @@ def test_a_crop_of_everything_is_the_image_and_smaller_ones_are_inside():
     slopes = (cropped[:, 0, 7, 4].float() - cropped[:, 0, 0, 4]) / (7 * 8)
     assert slopes.min() >= 0.5 - 1 / 56 and slopes.max() <= 1 + 1 / 56
     assert slopes.max() - slopes.min() > 0.3
-
-
-# ------------------------------------------------------------------------------------------------------------- recipe
 
 
 def test_the_learning_rate_rises_and_follows_half_a_cosine():

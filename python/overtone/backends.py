@@ -148,6 +148,11 @@ def use_backend(name: str | None) -> Iterator[None]:
         _Choice.forced = before
 
 
+def forced_backend() -> str | None:
+    """What `use_backend` has set, for other processes to set too."""
+    return _Choice.forced
+
+
 def device_backend(tensor: Tensor, op: str | None = None) -> str:
     """The backend whose kernels torch's dispatcher would call for this tensor (and op)."""
     if tensor.device.type == "cpu":

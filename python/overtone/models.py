@@ -177,6 +177,7 @@ class VisionTransformer(nn.Module):
         mlp_ratio: float = 4.0,
         in_channels: int = 3,
         position_std: float = 0.02,
+        eigenvalue_size: float | None = None,
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -193,7 +194,7 @@ class VisionTransformer(nn.Module):
             dim, num_heads, kind, bounded, norm == "post", norm_sign, method, strength, qkv_bias, mlp_ratio, factory
         )
         self.pool, self.method, self.checkpointing = pool, method, checkpointing
-        self.position_std = float(position_std)
+        self.position_std, self.eigenvalue_size = float(position_std), eigenvalue_size
         self.patch_embed = PatchEmbed(image_size, patch_size, in_channels, dim, factory)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim, **factory)) if pool == "token" else None
         tokens = self.patch_embed.num_patches + (pool == "token")
@@ -215,6 +216,10 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.eigenvalue_size is not None:
+            for block in self.layers:
+                if block.attn.regime != "free":
+                    block.attn.spectrum.reset_parameters(self.eigenvalue_size)
         nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)
@@ -294,6 +299,8 @@ def vit_tiny(
             strength: τ, s or γ of a method that has one.
             drop_path: stochastic depth, the rate of the last layer. checkpointing: recompute blocks in backward.
             position_std: of the position embeddings at first; small data learns faster with more than timm's 0.02.
+            eigenvalue_size: |λ| of spectra at first, by half of it more or less; default: that of a plain ViT, which
+            is small for few channels.
             depth, qkv_bias, mlp_ratio, in_channels, device, dtype.
     """
     return VisionTransformer(image_size, patch_size, num_classes, regime, dim=192, num_heads=3, **options)

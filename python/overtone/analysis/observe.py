@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from overtone import reference
-from overtone.analysis.readers import Reader, Weights, reader_of
+from overtone.analysis.readers import Reader, Weights, own_attention, reader_of
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 
@@ -210,10 +210,9 @@ def _tokens(site: Site, values: Any) -> Tensor:
 
 def _matrices(site: Site, seen: _Seen, values: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     """Attention and the heads' outputs."""
-    if hasattr(site.module, "attention_weights"):
-        tokens = _tokens(site, values)
-        masks = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
-        seen.attention = [site.module.attention_weights(tokens, **masks)]
+    own = own_attention(site.module)
+    if own is not None:
+        seen.attention = [own.attention_weights(_tokens(site, values), **_masks(site, kwargs))]
     if len(seen.attention) != 1:
         raise Unreadable(
             f"{len(seen.attention)} calls of scaled_dot_product_attention or softmax were seen in it, wanted 1"
@@ -229,10 +228,19 @@ def _matrices(site: Site, seen: _Seen, values: tuple, kwargs: dict) -> tuple[Ten
     return attention, _heads(site, attention, _tokens(site, values))
 
 
+def _masks(site: Site, kwargs: dict) -> dict[str, Any]:
+    """What a module that computes its attention for us must know: the mask, or that it is causal."""
+    mask = next((kwargs[name] for name in ("attn_mask", "attention_mask") if kwargs.get(name) is not None), None)
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(site.module, "is_causal", False) if is_causal is None else is_causal
+    return {"attn_mask": mask, "is_causal": bool(is_causal) and mask is None}
+
+
 def _heads(site: Site, attention: Tensor, tokens: Tensor) -> Tensor:
     """A V where no projection module shows it; without the values' bias unless the module projects by itself."""
-    if hasattr(site.module, "project"):
-        values = site.module.project(tokens)[2].to(attention.dtype)
+    own = own_attention(site.module)
+    if hasattr(own, "project"):
+        values = own.project(tokens)[2].to(attention.dtype)
     else:
         values = tokens.to(attention.dtype) @ site.weights().w_v.to(attention.dtype)
         values = values.unflatten(-1, (attention.shape[1], -1)).transpose(1, 2)

@@ -58,9 +58,18 @@ def _has_weight(module: nn.Module | None, *names: str) -> bool:
     return all(isinstance(getattr(getattr(module, name, None), "weight", None), Tensor) for name in names)
 
 
+def own_attention(module: Any) -> Any:
+    """The module that shows its attention and weights by itself: this one, its `core` (ot.reparameterize), or None."""
+    for each in (module, getattr(module, "core", None)):
+        if each is not None and _has(each, "attention_weights", "value_projection", "num_heads"):
+            return each
+    return None
+
+
 def _own_weights(module: Any) -> Weights:
-    w_v, w_proj = module.value_projection()
-    return Weights(w_v, w_proj, module.num_heads)
+    own = own_attention(module)
+    w_v, w_proj = own.value_projection()
+    return Weights(w_v, w_proj, own.num_heads)
 
 
 def _packed_weights(module: Any) -> Weights:
@@ -104,7 +113,7 @@ def _multihead_weights(module: Any) -> Weights:
 READERS: list[Reader] = [
     Reader(
         "overtone attention",
-        matches=lambda module: _has(module, "attention_weights", "value_projection", "num_heads"),
+        matches=lambda module: own_attention(module) is not None,
         weights=_own_weights,
     ),
     Reader(

@@ -63,9 +63,10 @@ def analyze(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    layers = [meter.layer() for meter in meters if meter.site.name not in unread and meter.numbers]
     if samples == 0:
         raise ValueError("analyze: inputs: got no samples, wanted at least one")
+    unread |= {meter.site.name: "it was not called" for meter in meters if not meter.tokens} | unread
+    layers = [meter.layer() for meter in meters if meter.site.name not in unread]
     _require(layers, model, unread)
     return Analysis(name or type(model).__name__, samples, layers, unread)
 

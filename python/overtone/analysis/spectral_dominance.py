@@ -52,9 +52,10 @@ def dominance(
 
     Returns:
         Dominance(verdict, margin, error), each [...]. The true margin max|1 + λ^H| − max|1 + λ^H λ^A| is within `error`
-        of `margin`, for every A and H that round to what was given; it is decided if zero is not. A case that bounds
-        decide keeps their width as its error: ask `ot.linalg.eigvals` for sharper margins. Undecided cases say why: see
-        `Verdict`. One token: Perron, by an infinite margin. Not differentiable.
+        of `margin`, for every A and H that round to what was given (errors of eigenvalues are bounded to first order);
+        it is decided if zero is not. A case that bounds decide keeps their width as its error: ask
+        `ot.linalg.eigvals` for sharper margins. Undecided cases say why: see `Verdict`. One token: Perron, by an
+        infinite margin. Not differentiable.
     """
     attention = _square("attention", attention)
     spectrum = weight if isinstance(weight, Eigenvalues) else eigenvalues(_square("weight", weight), backend=backend)

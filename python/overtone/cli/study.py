@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--data", default="digits", metavar="NAME", help="digits (default) or cifar100")
     parser.add_argument("--data-dir", metavar="FOLDER", help="where the archive of cifar100 is")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of everything (default: 3)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="with all data (digits 12, cifar100 100)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="with all data (digits 10, cifar100 100)")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: one per core; with a GPU 1)")
     parser.add_argument("--quick", action="store_true", help="one seed, a smaller model, 2 epochs: under a minute")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (reports/study-NAME)")

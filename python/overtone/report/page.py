@@ -37,8 +37,8 @@ class Section:
             parts += ['<div class="figures">', *map(_figure, self.figures), "</div>"]
         tables = "\n".join(table.html() for table in self.tables)
         if self.tables and self.folded:
-            captions = "; ".join(table.caption for table in self.tables)
-            tables = f"<details><summary>{escape(captions)}</summary>\n{tables}</details>"
+            count = f"{len(self.tables)} tables" if len(self.tables) > 1 else "the table"
+            tables = f"<details><summary>Show {count}</summary>\n{tables}</details>"
         return "\n".join([*parts, tables, "</section>"])
 
 

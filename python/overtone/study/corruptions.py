@@ -20,7 +20,7 @@ STRENGTHS: dict[str, tuple[float, ...]] = {
     "blur": (0.05, 0.065, 0.08, 0.1, 0.13),  # standard deviation
     "contrast": (0.6, 0.45, 0.32, 0.22, 0.14),  # what is left of the distance to the image's mean
     "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),  # added
-    "occlusion": (0.25, 0.32, 0.38, 0.45, 0.52),  # side of a black square
+    "occlusion": (0.125, 0.25, 0.375, 0.5, 0.625),  # side of a black square
 }
 
 

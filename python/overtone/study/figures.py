@@ -69,7 +69,7 @@ def eigenvalues(results: Results) -> Figure:
         x="Re λ of H",
         y="",
         marks=(0.0, -1.0),
-        alt=f"Histograms: {negative:.3g} % of the trained ViT's eigenvalues are negative, all of ViT⁻'s, none of ViT⁺'s.",
+        alt=f"Histograms: {negative:.3g} % of the trained ViT's eigenvalues are negative, all of ViT⁻'s, no ViT⁺'s.",
     )
 
 

@@ -140,7 +140,8 @@ def _method(results: Results, where: str) -> list[str]:
         f"of training in all; attention and norms ran on {where}. Tokens, dominance and spectra were measured on "
         f"{plan.images} test images.",
         f"The configuration of the free model on all data: {config.as_text().replace(chr(10), '; ')}.",
-        "ViT⁺ has H = VΛVᵀ with λ = ψ², ViT⁻ with λ = −1/(1 + ψ²), which stays in [−1, 0); both keep V orthonormal. "
+        "ViT⁺ has H = VΛVᵀ with λ = ψ², ViT⁻ with λ = −1/(1 + ψ²), which stays in [−1, 0); both keep V orthonormal, "
+        f"and |λ| starts around {config.eigenvalue_size or 'that of a plain ViT'}. "
         "Differences from the paper: data, size of the model, recipe, corruptions, and how cases are counted.",
         *(["This was a quick study: too little training for its accuracies to mean anything."] if plan.quick else []),
     ]

@@ -18,8 +18,8 @@ FRACTIONS = (1.0, 0.5, 0.1)
 # Per data set: what differs from TrainConfig's defaults.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
-        "dim": 48, "heads": 3, "depth": 8, "epochs": 12, "batch_size": 32, "learning_rate": 4e-3, "warmup": 1.0,
-        "position_std": 0.3, "shift": 0,
+        "dim": 48, "heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3, "warmup": 1.0,
+        "position_std": 0.3, "eigenvalue_size": 0.4, "shift": 0,
     },
     "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
 }  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from overtone.backends import forced_backend, use_backend
 from overtone.study.measure import Measures, measure_trained, settings
 from overtone.study.plan import Run
 from overtone.training import checkpoint, train
@@ -59,12 +60,12 @@ def finished(run: Run, folder: Path, images: int) -> Measures | None:
     return measures if isinstance(measures, dict) and measures.get("settings") == settings(images) else None
 
 
-def finish(run: Run, folder: Path, images: int) -> Measures:
+def finish(run: Run, folder: Path, images: int, backend: str | None, progress: bool = False) -> Measures:
     """Train one run, or the rest of it, and measure the model."""
     place = folder / run.folder_name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _one_thread() if device.type == "cpu" else contextlib.nullcontext():
-        result = train(run.config, place, resume=True, progress=False)
+    with use_backend(backend), _one_thread() if device.type == "cpu" else contextlib.nullcontext():
+        result = train(run.config, place, resume=True, progress=progress)
         measures: Measures = {"settings": settings(images), "accuracy": result.test_accuracy}
         measures["seconds"] = sum(row["seconds"] for row in result.history)
         if run.fraction == 1:
@@ -89,12 +90,12 @@ def _results(
     """Each run and its measures, as they become ready."""
     if jobs <= 1:
         for run in runs:
-            yield run, finish(run, folder, images)
+            yield run, finish(run, folder, images, forced_backend(), progress=not bar.bar.disable)
         return
     others = multiprocessing.active_children()
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
-        waiting = {pool.submit(finish, run, folder, images): run for run in runs}
+        waiting = {pool.submit(finish, run, folder, images, forced_backend()): run for run in runs}
         while waiting:
             ready, _ = concurrent.futures.wait(
                 waiting, SECONDS_BETWEEN_LOOKS, return_when=concurrent.futures.FIRST_COMPLETED
@@ -123,15 +124,14 @@ class _Progress:
     def __init__(self, runs: Sequence[Run], folder: Path, shown: bool) -> None:
         from tqdm import tqdm
 
-        self.folder, self.total = folder, len(runs)
+        self.folder, self.total, self.shown = folder, len(runs), shown
         self.left = list(runs)
         self.full = 0.0  # epochs of finished runs, weighted by their share of the data
         self.bar = tqdm(
             total=sum(map(_work, runs)),
             desc=f"0/{self.total} runs",
-            disable=not shown,
+            disable=not (shown and sys.stderr.isatty()),  # a log gets a line per run instead
             bar_format="{desc} {percentage:3.0f} %|{bar}| {elapsed}, {remaining} left",
-            mininterval=0.1 if sys.stderr.isatty() else 10.0,
             dynamic_ncols=True,
         )
 
@@ -152,7 +152,7 @@ class _Progress:
 
     def say(self, run: Run, measures: Measures) -> None:
         self._finish(run)
-        if not self.bar.disable:
+        if self.shown:
             text = (
                 f"[{self.total - len(self.left)}/{self.total}] {run}: {measures['accuracy']:.1%} of test images right"
             )

@@ -39,6 +39,8 @@ def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: 
         progress: say on stderr how far it is.
     """
     _check_packages()
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs: got {jobs}, wanted at least 1")
     folder = Path(folder)
     where = where_it_runs()
     load_data(plan.config)  # missing or damaged data is told before anything is trained

@@ -63,6 +63,9 @@ class TrainConfig:
     method: str = _field("plain", "model", "plain, or de_escalation, feat_scale, contranorm, attn_scale, …")
     strength: float | None = _field(None, "model", "of a method that has one")
     position_std: float = _field(0.02, "model", "of the position embeddings at first; more for small data", least=1e-6)
+    eigenvalue_size: float | None = _field(
+        None, "model", "|λ| of spectra at first (default: that of a plain ViT's weights)", least=1e-3
+    )
     drop_path: float = _field(0.0, "model", "stochastic depth: the rate of the last layer", least=0.0, below=1.0)
 
     epochs: int = _field(30, "recipe", "passes over the training images", least=1)

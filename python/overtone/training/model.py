@@ -33,6 +33,7 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         "checkpointing": config.recompute,
         "in_channels": info.channels,
         "position_std": config.position_std,
+        "eigenvalue_size": config.eigenvalue_size,
     }
     build: Callable[..., models.VisionTransformer] = SIZES[config.size]
     if config.dim is not None:

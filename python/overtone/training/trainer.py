@@ -27,7 +27,7 @@ from overtone.training.model import build_model, save_model
 from overtone.training.processes import Processes
 from overtone.training.recipe import WeightAverage, check_precision, learning_rate, optimizer_of
 
-REPORT_STEPS = 10  # between looks at the means, which all processes must take together
+REPORT_STEPS = 10  # between looks at the means, where several processes must take them together
 
 
 class TrainResult(NamedTuple):
@@ -104,7 +104,7 @@ class Sums:
         right = (logits.argmax(1) == labels).double()
         one = torch.ones_like(right) if weights is None else weights.double()
         totals = torch.stack((loss.detach().double(), (right * one).sum(), one.sum()))
-        self.values += torch.cat((totals, (ratios.detach().double() * one).sum(1)))
+        self.values += torch.cat((totals, ratios.double().where(one > 0, 0).sum(1)))  # a ratio may be infinite
 
 
 class Means(NamedTuple):
@@ -144,8 +144,6 @@ class Trainer:
     def steps(self) -> int:
         return self.config.epochs * self.steps_per_epoch
 
-    # ------------------------------------------------------------------------------------------------ the loop
-
     def run(self, progress: bool) -> TrainResult:
         first = self.processes.is_first
         if first:
@@ -171,7 +169,8 @@ class Trainer:
             self.step += 1
             is_last = self.step % self.steps_per_epoch == 0
             is_kept = self.config.checkpoint_steps > 0 and self.step % self.config.checkpoint_steps == 0
-            means = self._look() if is_last or is_kept or self.step % REPORT_STEPS == 0 else None
+            is_shown = self.processes.count == 1 or self.step % REPORT_STEPS == 0
+            means = self._look() if is_last or is_kept or is_shown else None
             self._count_time(time.perf_counter() - start, batch.numel() * self.processes.count)
             if means is not None:
                 self._report(means)
@@ -211,10 +210,7 @@ class Trainer:
     def _add_gradients(self, epoch: int, samples: Tensor, images: Tensor) -> None:
         labels = self.data.train.labels[samples].to(self.device)
         images = augmented(images.to(self.device), samples.to(self.device), epoch, self.config)
-        try:
-            logits, ratios = self._forward(self.wrapped, images)
-        except torch.linalg.LinAlgError as error:  # the same in every process: a spectrum's basis has become singular
-            raise self._diverged(str(error)) from None
+        logits, ratios = self._forward(self.wrapped, images)
         loss = self._loss(logits, labels)
         # DDP and FSDP2 take the mean over processes; what is wanted is the mean over the images of all of them.
         (loss * (self.processes.count / self.config.batch_size)).backward()
@@ -223,7 +219,10 @@ class Trainer:
     def _forward(self, model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
         """Class scores, and every layer's HFC/LFC, [layers, images]."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            logits, norms = model(self.data.info.normalise(images, self.dtype), return_norms=True)
+            try:
+                logits, norms = model(self.data.info.normalise(images, self.dtype), return_norms=True)
+            except torch.linalg.LinAlgError as error:  # a spectrum's basis has become singular, in every process
+                raise self._diverged(str(error)) from None
         return logits.to(self.dtype), norms.ratio.detach()
 
     def _loss(self, logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
@@ -260,8 +259,6 @@ class Trainer:
 
     def _report(self, means: Means) -> None:
         self.bar.show(self.step, means.loss, means.accuracy, self.images_here / self.seconds_here, means.ratios)
-
-    # ------------------------------------------------------------------------------------- between epochs
 
     def _finish_epoch(self, epoch: int, means: Means) -> None:
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
@@ -308,8 +305,6 @@ class Trainer:
         mine = padded.view(-1, count)[:, self.processes.rank]
         parts = mine.split(max(1, self.config.batch_size // count))
         return [part.clamp(max=images - 1) for part in parts], [(part < images).to(self.dtype) for part in parts]
-
-    # ---------------------------------------------------------------------------------------- checkpoints
 
     def _save(self) -> None:
         tensors = checkpoint.collected(self.model, self.optimizer, self.average)
