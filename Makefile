@@ -48,7 +48,7 @@ clean-all: clean
 	@rm -rf .venv
 
 # A stamp is made only after its step succeeded, so an interrupted step is done again.
-.venv/requirements.done: requirements-dev.txt scripts/setup
+.venv/requirements.done: requirements-dev.txt requirements-no-deps.txt scripts/setup
 	@scripts/setup requirements
 	@touch $@
 

@@ -18,7 +18,7 @@ from overtone.benchmarks.timing import Measurement, Plan, Timing, interleave
 OURS = "ours"
 
 # The files of cases, one per op family, named like the op in every other layer.
-MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance")
+MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance", "step")
 
 
 def all_cases() -> list[Case]:
@@ -188,6 +188,8 @@ def run_cases(
     peak = machine.matmul_peak(seconds=0.05 if quick else 0.5)
     results = []
     for case in cases:
+        if isinstance(case.ours, Compiled) and not compiled:
+            continue
         progress(case)
         results.append(run_case(case, plan, compiled=compiled, matmul_peak=peak))
     return Run(results, plan, quick, machine.describe(), foreign_cpus, peak)

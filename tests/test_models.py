@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,3 +249,39 @@ def test_wrong_arguments_say_what_is_wanted():
             small(**options)
     with pytest.raises(ValueError, match=r"images: got torch.float32 of shape \[2, 3, 9, 9\].*\[B, 3, 8, 8\]"):
         small()(images(size=9))
+
+
+class TestCompile:
+    def test_numbers_are_those_of_eager_and_the_factorisation_is_cached(self, factorisations):
+        torch._dynamo.reset()
+        model = small(["sharpen", "free", "smooth"], depth=3)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        eager, (logits, norms) = model(images(), return_norms=True), compiled(images(), return_norms=True)
+        torch.testing.assert_close((logits, norms), eager)
+        (eager[0].sum() + eager[1].ratio.sum()).backward()
+        wanted = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        (logits.sum() + norms.ratio.sum()).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], wanted, rtol=1e-4, atol=1e-5)
+        assert len(factorisations) == 1
+        # Changed weights are seen, also those that no version counter counts.
+        model.blocks[0].attn.spectrum.basis.data.copy_(torch.eye(16).flip(0))
+        torch.testing.assert_close(compiled(images(), return_norms=True), model(images(), return_norms=True))
+        assert len(factorisations) == 2
+
+    def test_general_spectra(self):
+        torch._dynamo.reset()
+        model = small("smooth", kind="general", depth=1, pool="mean", norm="post")
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(compiled(images()), model(images()))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-blocks"])
+def test_two_processes_train_as_one(way):
+    """With FSDP2 around every block the bases are sharded until their layer runs, which then factorises them itself."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    script = Path(__file__).with_name("distributed_vit.py")
+    result = subprocess.run([sys.executable, script, way], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip().endswith("equal")

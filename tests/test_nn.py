@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import accuracy, repeat
 
 import overtone as ot
 from overtone import reference
+from overtone.nn import mlp
 from overtone.reference.spectrum import compose
 
 REGIMES = ("free", "sharpen", "smooth")
@@ -195,3 +197,45 @@ class TestSignedLayerNorm:
         module, x = ot.nn.SpectralAttention(C, H, "smooth", qkv_bias=False, dtype=torch.float64), tokens()
         plus, minus = (ot.nn.SignedLayerNorm(C, sign, dtype=torch.float64) for sign in (1, -1))
         torch.testing.assert_close(module(minus(x)), -module(plus(x)))
+
+
+class TestMlp:
+    """The MLP in chunks is the plain one."""
+
+    def plain(self, x, *weights):
+        return F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
+
+    def chunked(self, x, *weights):
+        return mlp._ChunkedMlp.apply(x, *weights)[0]
+
+    def inputs(self, shape, dtype, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (shape, (24, 6), (24,), (6, 24), (6,))
+        return tuple(torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("shape", [(2, 5, 6), (7, 6), (1, 4, 6), (0, 5, 6)])
+    def test_values_and_gradients(self, shape, dtype, monkeypatch):
+        monkeypatch.setattr(mlp, "CHUNK", 4 * 24)  # four tokens
+        draws = [self.inputs(shape, dtype, seed) for seed in range(3)]
+        accuracy.check_against_truth(self.chunked, self.plain, draws[0], more_draws=draws[1:])
+
+    def test_a_gradient_of_the_gradient(self, monkeypatch):
+        monkeypatch.setattr(mlp, "CHUNK", 2 * 24)
+        assert torch.autograd.gradgradcheck(self.chunked, self.inputs((3, 6), torch.float64))
+
+    def test_when_it_runs(self):
+        module, x = mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        assert "ChunkedMlp" in type(module(x).grad_fn).__name__
+        with torch.no_grad():
+            plain = module(x)
+        torch.testing.assert_close(module(x), plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype == torch.bfloat16
+        frozen = mlp.Mlp(6, 24).requires_grad_(False)
+        frozen(x.requires_grad_()).sum().backward()
+        assert x.grad is not None and frozen.fc1.weight.grad is None
+
+    def test_repeats_bit_for_bit(self, monkeypatch):
+        monkeypatch.setattr(mlp, "CHUNK", 4 * 24)
+        repeat.check_backward_twice(self.chunked, self.inputs((3, 5, 6), torch.float32))

@@ -51,7 +51,7 @@ class Clone:
         self.install("c++", "#!/bin/sh\ncat >/dev/null\n")
         for name in ("scripts", "csrc"):
             shutil.copytree(ROOT / name, self.root / name)
-        for name in ("Makefile", "requirements-dev.txt", "setup.py", "pyproject.toml"):
+        for name in ("Makefile", "requirements-dev.txt", "requirements-no-deps.txt", "setup.py", "pyproject.toml"):
             shutil.copy(ROOT / name, self.root)
 
     def install(self, command: str, text: str) -> None:
@@ -215,6 +215,7 @@ def test_a_second_call_does_nothing(clone):
         ("pyproject.toml", ["package"]),
         ("setup.py", ["package", "extension"]),
         ("requirements-dev.txt", ["requirements", "package", "extension"]),
+        ("requirements-no-deps.txt", ["requirements", "package", "extension"]),
     ],
 )
 def test_a_changed_file_repeats_the_steps_that_need_it(clone, changed, steps):
@@ -283,3 +284,10 @@ def test_clean_keeps_the_environment(clone):
 def test_ci_runs_make_test():
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_what_names_another_torch_is_installed_without_dependencies(clone):
+    clone.steps("setup")
+    calls = clone.calls_file.read_text().splitlines()
+    (call,) = [call for call in calls if "requirements-no-deps.txt" in call]
+    assert "--no-deps" in call

@@ -62,7 +62,7 @@ class _ChunkedMlp(torch.autograd.Function):
             a = active[: len(h_part)]
             torch.ops.aten.gelu.out(h_part, out=a)
             torch.addmm(b2, a, w2.t(), out=y_part)
-        return y.view(*x.shape[:-1], -1), hidden
+        return y.view(*x.shape[:-1], w2.shape[0]), hidden
 
     @staticmethod
     def setup_context(ctx, inputs, output):
