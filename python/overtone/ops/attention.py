@@ -100,6 +100,7 @@ def _heads_of(qkv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _attend(heads_in, qkv, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms, backend):
+    """What both functions do, on query, key and value; qkv is what these are views of, or None."""
     query, key, value, basis, residual = (_autocast(x) for x in (*heads_in, basis, residual))
     query = checks.heads(_NAME, "query", query)
     batch, heads, length, width = query.shape
