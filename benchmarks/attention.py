@@ -38,7 +38,8 @@ S_224 = Shape("S-224", 16, 197, 384, 6)
 B_224 = Shape("B-224", 8, 197, 768, 12)
 LONG = Shape("N4096", 1, 4096, 192, 3)
 
-# How many times faster than the best plain PyTorch float32 is wanted, (forward, forward+backward).
+# How many times faster than the best plain PyTorch is wanted in float32, (forward, forward+backward). In bfloat16,
+# which this package's kernels compute in float32, as fast; beside PyTorch's float32 stands the same shape in float32.
 TARGETS = {TI_CIFAR: (1.7, 1.8), TI_224: (1.65, 1.75), S_224: (1.55, 1.6), B_224: (1.35, 1.4), LONG: (1.0, 1.0)}
 
 
@@ -77,7 +78,7 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
     products = 2 * shape.batch * shape.tokens * shape.channels
     attention, projection = products * shape.tokens, products * shape.channels
     tensors = 5 * shape.batch * shape.tokens * shape.channels  # q, k, v, residual, y
-    target = TARGETS[shape][both]
+    target = TARGETS[shape][both] if dtype == torch.float32 else 1.0
     return Case(
         op="spectral_attention",
         shape=shape.label,
@@ -96,4 +97,10 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
 
 def cases() -> list[Case]:
     modes = (FORWARD, FORWARD_BACKWARD)
-    return [_case(shape, torch.float32, mode) for shape in TARGETS for mode in modes]
+    return [
+        _case(shape, dtype, mode)
+        for dtype in (torch.float32, torch.bfloat16)
+        for shape in TARGETS
+        for mode in modes
+        if dtype == torch.float32 or shape is not LONG
+    ]

@@ -6,8 +6,11 @@ A script for processes that watch memory (tests/test_sanitizers.py); that the va
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
 from kit import shapes
 
 import overtone as ot
@@ -44,27 +47,67 @@ EMPTY_ATTENTION_SIZES = [(0, 2, 3, 4, 5, 6), (1, 2, 0, 4, 5, 6), (1, 2, 3, 0, 5,
 
 def exercise_attention(size: tuple[int, ...], dtype: torch.dtype, strided: bool) -> int:
     """spectral_attention with every mask, causal or not; returns the number of calls."""
-    batch, heads, queries, keys, width, channels = size
-
-    def random(*shape: int) -> torch.Tensor:
-        x = torch.randn(shape).to(dtype)
-        return shapes.with_layout(x, "channels_strided" if strided else "offset").detach().requires_grad_()
-
-    query, key, value = (random(batch, heads, n, width) for n in (queries, keys, keys))
-    basis, residual = random(heads * width, channels), random(batch, queries, channels)
-    wide = torch.promote_types(dtype, torch.float32)
-    eigenvalues = torch.randn(heads * width).to(wide).requires_grad_()
-    bias = torch.randn(heads, 1, keys).to(wide).requires_grad_()
+    _, heads, queries, keys, _, _ = size
+    layout = "channels_strided" if strided else "offset"
+    inputs = attention_inputs(size, dtype, itertools.repeat(layout))
+    bias = torch.randn(heads, 1, keys).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     calls = 0
     for mask in (None, torch.rand(queries, keys) > 0.5, bias):
         for is_causal in (False, True):
-            y, norms = ot.spectral_attention(
-                query, key, value, eigenvalues, basis, residual=residual, attn_mask=mask, is_causal=is_causal,
-                return_norms=True, backend="cpu",
-            )  # fmt: skip
-            (y.float().sum() + norms.high.sum()).backward()
+            attend_there_and_back(inputs, mask, is_causal)
             calls += 2
     return calls
+
+
+def attention_inputs(size: tuple[int, ...], dtype: torch.dtype, layouts: Iterator[str]) -> tuple[torch.Tensor, ...]:
+    """query, key, value, eigenvalues, basis and residual, each but the eigenvalues in the next layout."""
+    batch, heads, queries, keys, width, channels = size
+
+    def random(*shape: int) -> torch.Tensor:
+        return shapes.with_layout(torch.randn(shape).to(dtype), next(layouts)).detach().requires_grad_()
+
+    query, key, value = (random(batch, heads, n, width) for n in (queries, keys, keys))
+    eigenvalues = torch.randn(heads * width).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    return query, key, value, eigenvalues, random(heads * width, channels), random(batch, queries, channels)
+
+
+def attend_there_and_back(inputs: tuple[torch.Tensor, ...], mask: torch.Tensor | None, is_causal: bool) -> None:
+    *rest, residual = inputs
+    y, norms = ot.spectral_attention(
+        *rest, residual=residual, attn_mask=mask, is_causal=is_causal, return_norms=True, backend="cpu"
+    )
+    (y.float().sum() + norms.high.sum()).backward()
+
+
+# Calls of fuzz_attention at each level: a second or two under the sanitizers.
+FUZZ_CALLS = 60
+
+
+@seed(0)
+@settings(max_examples=FUZZ_CALLS, deadline=None, database=None, phases=[Phase.generate])
+@given(
+    size=st.tuples(
+        st.integers(0, 2), st.integers(1, 3), st.integers(0, 130), st.integers(0, 130), st.integers(1, 70),
+        st.integers(0, 70),
+    ),
+    dtype=st.sampled_from(DTYPES),
+    layouts=st.lists(st.sampled_from(shapes.LAYOUTS), min_size=5, max_size=5),
+    mask=st.sampled_from(["none", "bool", "bias"]),
+    mask_dims=st.tuples(*(st.booleans() for _ in range(4))),
+    mask_layout=st.sampled_from(shapes.LAYOUTS),
+    is_causal=st.booleans(),
+)  # fmt: skip
+def fuzz_attention(size, dtype, layouts, mask, mask_dims, mask_layout, is_causal):
+    """spectral_attention with any sizes, every tensor in a layout of its own, and a mask broadcast in any dimension."""
+    batch, heads, queries, keys, _, _ = size
+    attn_mask = None
+    if mask != "none":
+        full = (batch, heads, queries, keys)
+        shape = [n if is_full else 1 for n, is_full in zip(full, mask_dims, strict=True)]
+        values = torch.randn(shape).to(torch.promote_types(dtype, torch.float32))
+        values = values > 0 if mask == "bool" else values
+        attn_mask = shapes.with_layout(values, mask_layout).detach().requires_grad_(mask == "bias")
+    attend_there_and_back(attention_inputs(size, dtype, iter(layouts)), attn_mask, is_causal)
 
 
 # (batch, n): around the lanes, the blocks of rows and the change to LAPACK; nothing in them.
@@ -145,6 +188,8 @@ def main() -> None:
         calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
+        fuzz_attention()
+        calls += 2 * FUZZ_CALLS
         for size, dtype in itertools.product(QR_SIZES + EMPTY_QR_SIZES, (torch.float32, torch.float64)):
             calls += sum(exercise_qr(size, dtype, layout) for layout in shapes.LAYOUTS)
         assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)

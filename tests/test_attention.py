@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kit import accuracy, compiling, repeat
 
 import overtone as ot
+from overtone.ops import attention
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -341,3 +342,75 @@ class TestContract:
             }  # fmt: skip
             with pytest.raises(RuntimeError):
                 op(**{**call, **changed})
+
+
+class TestPacked:
+    """A packed qkv gives what its three views give, and its gradient in one piece."""
+
+    def arguments(self, dtype=torch.float32, mask="none", gain=False, sizes=(2, 2, 33, 33, 16, 24)):
+        query, key, value, *rest = random_call(*sizes, dtype, mask, gain)
+        qkv = torch.stack([x.detach().transpose(1, 2) for x in (query, key, value)], 2).requires_grad_()
+        return qkv, *rest
+
+    @staticmethod
+    def packed(qkv, eigenvalues, basis, residual, attn_mask, head_gain, **options):
+        y, norms = attention.spectral_attention_packed(
+            qkv, eigenvalues, basis, residual=residual, attn_mask=attn_mask, head_gain=head_gain, return_norms=True,
+            **options,
+        )  # fmt: skip
+        return y, *norms
+
+    @staticmethod
+    def by_views(qkv, *rest):
+        return as_call(ot.spectral_attention)(*qkv.permute(2, 0, 3, 1, 4).unbind(0), *rest)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+    @pytest.mark.parametrize("gain", [False, True])
+    @pytest.mark.usefixtures("poisoned_empty")
+    def test_equals_its_views(self, cpu_kernels, dtype, mask, gain):
+        args = self.arguments(dtype, mask, gain)
+        theirs, ours = (accuracy.outputs_and_gradients(f, args) for f in (self.by_views, self.packed))
+        for a, b in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
+            assert torch.equal(a, b)
+        assert ours[1][0].is_contiguous()
+        if not gain:  # a gain's own products come after
+            assert cpu_kernels.last_kernel().startswith("spectral_attention_packed_backward/")
+
+    @pytest.mark.parametrize("index", range(5))
+    def test_only_the_needed_gradient(self, index):
+        args = self.arguments(mask="bias")[:5]
+        every = accuracy.outputs_and_gradients(lambda *a: self.packed(*a, None), args)[1]
+        alone = tuple(a.detach().requires_grad_(i == index) for i, a in enumerate(args))
+        (one,) = accuracy.outputs_and_gradients(lambda *a: self.packed(*a, None), alone)[1]
+        assert torch.equal(one, every[index])
+
+    def test_gradcheck(self):
+        args = self.arguments(torch.float64, "bias", sizes=(1, 2, 4, 4, 3, 4))
+        assert torch.autograd.gradcheck(self.packed, args)
+        assert torch.autograd.gradgradcheck(self.packed, args)
+
+    def test_opcheck(self):
+        args = self.arguments()
+        op = torch.ops.overtone.spectral_attention_packed
+        torch.library.opcheck(op.default, (*args[:5], False, 0.25, True, True, True))
+        call = [a if a is None else a.detach() for a in args[:5]]
+        y, low, high, _, heads, softmax_rows = op(*call, False, 0.25, True, True, True)
+        rest = (*call[:3], call[4], False, 0.25, heads, softmax_rows)
+        for needs in (63 - 32, 7, 8):
+            backward = (y, low, high, y, low, high, *rest, needs)
+            torch.library.opcheck(torch.ops.overtone.spectral_attention_packed_backward.default, backward)
+
+    def test_compile(self):
+        compiling.check_compiles(
+            self.packed, [self.arguments(sizes=(b, 5, n, n, 16, 24)) for b, n in ((2, 17), (3, 50))]
+        )
+
+    def test_reference(self):
+        args = self.arguments()
+        for a, b in zip(self.packed(*args, backend="reference"), self.packed(*args, backend="cpu"), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_bad_shape(self):
+        with pytest.raises(ValueError, match=r"qkv must be \[B, N, 3, H, D\], got \[2, 5, 4, 2, 8\]"):
+            attention.spectral_attention_packed(torch.ones(2, 5, 4, 2, 8), torch.ones(16), torch.ones(16, 16))

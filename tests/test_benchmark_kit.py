@@ -311,6 +311,12 @@ def test_bf16_probe_survives_a_crash(monkeypatch, tmp_path, script, works):
     assert machine.bf16_matmul_works.__wrapped__() is works
 
 
+def test_bf16_products_that_would_kill_the_process_are_not_run(monkeypatch):
+    monkeypatch.setattr(machine, "bf16_matmul_works", lambda: False)
+    outcome = run(case(dtype=torch.bfloat16, limit="matmul"))
+    assert not outcome.passed and "ONEDNN_MAX_CPU_ISA" in report.table(outcome)
+
+
 # Baselines under torch.compile.
 
 

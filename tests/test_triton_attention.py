@@ -15,6 +15,7 @@ from test_attention import ARGUMENTS, as_call, random_call
 from triton_process import needs_triton, note_launches, run_cases
 
 import overtone as ot
+from overtone.ops.attention import spectral_attention_packed
 from overtone.reference.attention import attention_weights
 
 DTYPES = (torch.float32, torch.float16)
@@ -128,6 +129,22 @@ def case_masks_and_gain(dtype, mask, is_causal, gain):
 
 def case_packed_views():
     check(random_call(packed=True))
+
+
+def case_a_packed_qkv_equals_its_views():
+    query, key, value, eigenvalues, basis, *_ = random_call(1, 2, 9, 9)
+    qkv = torch.stack([x.detach().transpose(1, 2) for x in (query, key, value)], 2).requires_grad_()
+    packed = partial(spectral_attention_packed, backend="triton")
+    views = as_call(ot.spectral_attention, return_norms=False, backend="triton")
+    results = (
+        accuracy.outputs_and_gradients(packed, (qkv, eigenvalues, basis)),
+        accuracy.outputs_and_gradients(
+            lambda qkv, *rest: views(*qkv.permute(2, 0, 3, 1, 4).unbind(0), *rest, None, None, None),
+            (qkv, eigenvalues, basis),
+        ),
+    )
+    for ours, theirs in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def case_any_strides():

@@ -221,6 +221,20 @@ def backward(
     return *results, total
 
 
+def packed_backward(
+    grad_y: Tensor | None, grad_low: Tensor | None, grad_high: Tensor | None, y: Tensor, low: Tensor, high: Tensor,
+    qkv: Tensor, *rest,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The op spectral_attention_packed_backward; here the three gradients are copied together."""
+    heads = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    *grads, grad_eigenvalues, grad_basis, grad_logits, total = backward(
+        grad_y, grad_low, grad_high, y, low, high, *heads, *rest
+    )
+    is_wanted = bool(rest[-1] & 7)
+    grad_qkv = torch.stack([g.transpose(1, 2) for g in grads], 2) if is_wanted else qkv.new_empty(0)
+    return grad_qkv, grad_eigenvalues, grad_basis, grad_logits, total
+
+
 def _heads_gradient(
     call: _Call, grad_y: Tensor, heads: Tensor, grad_eigenvalues: Tensor | None, need_heads: bool
 ) -> tuple[Tensor | None, Tensor | None]:

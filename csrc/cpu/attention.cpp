@@ -224,14 +224,21 @@ Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_lo
   return total;
 }
 
+// Tensors of query's, key's and value's shapes, with any strides; empty where nothing is wanted.
+struct HeadGradients {
+  Tensor query, key, value;
+};
+
 // grad_y is contiguous and has the statistics' type. With grad_low and grad_high (both or neither) the norms' gradient
 // is added to it, and the sum is returned as total_grad, which is otherwise empty. y, before it was rounded, is read
 // only for that. The mask's gradient is that of the logits, not yet summed over what was broadcast.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_backward(
-    std::optional<Tensor> grad_y, std::optional<Tensor> grad_low, std::optional<Tensor> grad_high, Tensor y, Tensor low,
-    Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
-    std::optional<Tensor> attn_mask, bool is_causal, double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
-  constexpr const char* op = "spectral_attention_backward";
+// -> (eigenvalues, basis, logits, total_grad); the heads' gradients are written into `grads`.
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
+    const HeadGradients& grads, const char* op, const std::optional<Tensor>& grad_y,
+    const std::optional<Tensor>& grad_low, const std::optional<Tensor>& grad_high, const Tensor& y, const Tensor& low,
+    const Tensor& high, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& eigenvalues,
+    const Tensor& basis, const std::optional<Tensor>& attn_mask, bool is_causal, double scale, const Tensor& heads,
+    const Tensor& softmax_rows, int64_t needs) {
   const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
   const std::vector<int64_t> y_shape{shape.batch, shape.queries, shape.channels};
@@ -255,14 +262,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_atte
   const auto allocate = [&](int64_t need, const std::vector<int64_t>& size, ScalarType type) {
     return torch::stable::new_empty(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
   };
-  // [B, H, N, D] as a view of [B, N, H, D], in which a model's projections take them without a copy.
-  const auto allocate_heads = [&](int64_t need, int64_t tokens) {
-    const Tensor packed = allocate(need, {shape.batch, tokens, shape.heads, shape.width}, in.scalar_type);
-    return (needs & need) != 0 ? torch::stable::transpose(packed, 1, 2) : packed;
-  };
-  Tensor grad_query = allocate_heads(kQuery, shape.queries);
-  Tensor grad_key = allocate_heads(kKey, shape.keys);
-  Tensor grad_value = allocate_heads(kValue, shape.keys);
   Tensor grad_eigenvalues = allocate(kEigenvalues, {shape.features()}, in.statistics);
   Tensor grad_basis = allocate(kBasis, {shape.features(), shape.channels}, in.statistics);
   Tensor grad_logits = allocate(kMask, {shape.batch, shape.heads, shape.queries, shape.keys}, in.statistics);
@@ -310,13 +309,53 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_atte
     const auto gradient = [&](int64_t need, const Tensor& tensor) {
       return (needs & need) != 0 ? Inputs::head_tensor(tensor) : HeadTensor{};
     };
-    attention.grad_query = gradient(kQuery, grad_query);
-    attention.grad_key = gradient(kKey, grad_key);
-    attention.grad_value = gradient(kValue, grad_value);
+    attention.grad_query = gradient(kQuery, grads.query);
+    attention.grad_key = gradient(kKey, grads.key);
+    attention.grad_value = gradient(kValue, grads.value);
     attention.grad_logits = wanted(kMask, grad_logits);
     for_items(attention.items(), [&](WorkQueue& queue) { run.attention_backward(attention, queue); });
   }
-  return {grad_query, grad_key, grad_value, grad_eigenvalues, grad_basis, grad_logits, total_grad};
+  return {grad_eigenvalues, grad_basis, grad_logits, total_grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_backward(
+    std::optional<Tensor> grad_y, std::optional<Tensor> grad_low, std::optional<Tensor> grad_high, Tensor y, Tensor low,
+    Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
+    std::optional<Tensor> attn_mask, bool is_causal, double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
+  // [B, H, N, D] as a view of [B, N, H, D], in which a model's projections take them without a copy.
+  const auto like = [&](const Tensor& x, int64_t need) {
+    if ((needs & need) == 0) {
+      return torch::stable::new_empty(x, std::vector<int64_t>{0});
+    }
+    const std::vector<int64_t> size{x.size(0), x.size(2), x.size(1), x.size(3)};
+    return torch::stable::transpose(torch::stable::new_empty(x, size), 1, 2);
+  };
+  const HeadGradients grads{like(query, kQuery), like(key, kKey), like(value, kValue)};
+  const auto [grad_eigenvalues, grad_basis, grad_logits, total_grad] =
+      backward_into(grads, "spectral_attention_backward", grad_y, grad_low, grad_high, y, low, high, query, key, value,
+                    eigenvalues, basis, attn_mask, is_causal, scale, heads, softmax_rows, needs);
+  return {grads.query, grads.key, grads.value, grad_eigenvalues, grad_basis, grad_logits, total_grad};
+}
+
+// Query (0), key (1) or value (2) of a packed [B, N, 3, H, D], as [B, H, N, D].
+Tensor heads_of(const Tensor& qkv, int64_t which) {
+  return torch::stable::transpose(torch::stable::select(qkv, 2, which), 1, 2);
+}
+
+// The same for a packed qkv [B, N, 3, H, D]: its gradient is one tensor, written where it belongs.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_packed_backward(
+    std::optional<Tensor> grad_y, std::optional<Tensor> grad_low, std::optional<Tensor> grad_high, Tensor y, Tensor low,
+    Tensor high, Tensor qkv, Tensor eigenvalues, Tensor basis, std::optional<Tensor> attn_mask, bool is_causal,
+    double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
+  constexpr const char* op = "spectral_attention_packed_backward";
+  STD_TORCH_CHECK(qkv.dim() == 5 && qkv.size(2) == 3, op, ": qkv must be [B, N, 3, H, D]");
+  const bool is_wanted = (needs & (kQuery | kKey | kValue)) != 0;
+  Tensor grad_qkv = torch::stable::new_empty(qkv, is_wanted ? sizes_of(qkv) : std::vector<int64_t>{0});
+  const auto part = [&](int64_t which) { return is_wanted ? heads_of(grad_qkv, which) : grad_qkv; };
+  const auto [grad_eigenvalues, grad_basis, grad_logits, total_grad] = backward_into(
+      {part(0), part(1), part(2)}, op, grad_y, grad_low, grad_high, y, low, high, heads_of(qkv, 0), heads_of(qkv, 1),
+      heads_of(qkv, 2), eigenvalues, basis, attn_mask, is_causal, scale, heads, softmax_rows, needs);
+  return {grad_qkv, grad_eigenvalues, grad_basis, grad_logits, total_grad};
 }
 
 }  // namespace
@@ -325,4 +364,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_atte
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
   m.impl("spectral_attention", TORCH_BOX(&overtone::spectral_attention));
   m.impl("spectral_attention_backward", TORCH_BOX(&overtone::spectral_attention_backward));
+  m.impl("spectral_attention_packed_backward", TORCH_BOX(&overtone::spectral_attention_packed_backward));
 }

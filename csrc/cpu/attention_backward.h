@@ -42,6 +42,23 @@ struct StoreLogitGradient {
   }
 };
 
+// c = (sum + earlier sums) · scale: a gradient's last part, straight to where it belongs.
+template <class A>
+struct StoreGradient {
+  A* c;
+  int64_t ldc;
+  const A* scale;    // a pointer: GCC would keep the value itself in a register that the products need
+  const A* earlier;  // or null
+  int64_t earlier_ld;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    if (earlier != nullptr) {
+      sum += load_full(earlier + row * earlier_ld + v * kLanes<A>);
+    }
+    store_full(sum * *scale, c + row * ldc + v * kLanes<A>);
+  }
+};
+
 // Scratch and steps of one thread's (image, head) items: keys block by block, each meeting the queries in long strips,
 // whose P and ∂logits stay in the second-level cache as the depth of the products for ∂K and ∂V.
 template <class A>
@@ -52,7 +69,7 @@ class BackwardWorker {
         shape_(call.shape),
         padded_width_(padded_to(shape_.width, kLanes<A>)),
         block_(key_block<A>(shape_.keys, kMostKeys)),
-        long_strip_(std::clamp<int64_t>(shape_.queries, 1, kLongStrip)),
+        long_strip_(even_strip(shape_.queries)),
         memory_(2 * Scratch<A>::padded(shape_.width * block_) + 3 * Scratch<A>::padded(block_ * padded_width_) +
                 2 * Scratch<A>::padded(long_strip_ * block_) + 2 * Scratch<A>::padded(long_strip_ * padded_width_) +
                 Scratch<A>::padded(shape_.queries * padded_width_) + Scratch<A>::padded(shape_.queries)) {
@@ -76,7 +93,7 @@ class BackwardWorker {
     for (int64_t key = 0; key < shape_.keys; key += block_) {
       block_backward(key, std::min(block_, shape_.keys - key));
     }
-    if (call_.grad_query.data != nullptr) {
+    if (call_.grad_query.data != nullptr && !(has_one_block() && is_direct(call_.grad_query))) {
       if (shape_.keys == 0) {
         std::fill(grad_queries_, grad_queries_ + shape_.queries * padded_width_, A{0});
       }
@@ -87,7 +104,21 @@ class BackwardWorker {
 
  private:
   static constexpr int64_t kMostKeys = 288;
-  static constexpr int64_t kLongStrip = 240;
+  static constexpr int64_t kLongStrip = 120;  // with more, P and ∂logits would not stay in the second-level cache
+
+  // Strips of nearly equal length, of whole tiles.
+  static int64_t even_strip(int64_t queries) {
+    const int64_t strips = std::max<int64_t>(1, (queries + kLongStrip - 1) / kLongStrip);
+    return std::max<int64_t>(1, std::min(queries, padded_to((queries + strips - 1) / strips, kStrip)));
+  }
+
+  bool has_one_block() const { return shape_.keys > 0 && shape_.keys <= block_; }
+
+  // Whether products can write a gradient themselves.
+  bool is_direct(const HeadTensor& out) const {
+    constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
+    return call_.type == kType && out.width_stride == 1 && shape_.width == padded_width_;
+  }
 
   MatrixRows head_buffer(const void* buffer, int64_t token) const {
     const int64_t features = shape_.features();
@@ -105,12 +136,13 @@ class BackwardWorker {
     for (int64_t first = first_strip; first < shape_.queries; first += long_strip_) {
       strip_backward(first, std::min(long_strip_, shape_.queries - first), key, count, keys, first == first_strip);
     }
-    finish(call_.grad_key, grad_keys_, key, count, static_cast<A>(call_.scale), first_strip >= shape_.queries);
-    finish(call_.grad_value, grad_values_, key, count, A{1}, first_strip >= shape_.queries);
+    const bool is_unseen = first_strip >= shape_.queries;
+    finish(call_.grad_key, grad_keys_, key, count, static_cast<A>(call_.scale), is_unseen);
+    finish(call_.grad_value, grad_values_, key, count, A{1}, is_unseen);
   }
 
   void finish(const HeadTensor& out, A* sums, int64_t key, int64_t count, A scale, bool is_unseen) const {
-    if (out.data == nullptr) {
+    if (out.data == nullptr || (is_direct(out) && !is_unseen)) {
       return;
     }
     if (is_unseen) {
@@ -121,31 +153,31 @@ class BackwardWorker {
 
   void strip_backward(int64_t first, int64_t rows, int64_t key, int64_t count, const ProductRows<A>& keys,
                       bool is_first_strip) {
-    const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
-    pack_rows(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width, A{1}, queries_,
-              padded_width_);
-    pack_rows(head_buffer(call_.grad_heads, first), rows, shape_.width, A{1}, grads_, padded_width_);
+    const ProductRows<A> queries(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width,
+                                 queries_);
+    const ProductRows<A> grads(head_buffer(call_.grad_heads, first), rows, shape_.width, grads_);
     for (int64_t row = 0; row < rows; row += kStrip) {
-      logits_backward(first, row, std::min(kStrip, rows - row), key, count, keys);
+      logits_backward(first, row, std::min(kStrip, rows - row), key, count, queries, grads, keys);
     }
+    const bool is_last_strip = first + rows == shape_.queries;
     if (call_.grad_value.data != nullptr) {
-      add_or_store<Operand::columns>(is_first_strip, count, vectors, rows, weights_, block_, grads_, padded_width_,
-                                     grad_values_);
+      add_product<Operand::columns>(is_first_strip, is_last_strip, count, rows, weights_, block_, grads, grad_values_,
+                                    call_.grad_value, key, A{1});
     }
     if (call_.grad_key.data != nullptr) {
-      add_or_store<Operand::columns>(is_first_strip, count, vectors, rows, grad_logits_, block_, queries_,
-                                     padded_width_, grad_keys_);
+      add_product<Operand::columns>(is_first_strip, is_last_strip, count, rows, grad_logits_, block_, queries,
+                                    grad_keys_, call_.grad_key, key, static_cast<A>(call_.scale));
     }
   }
 
   // P and ∂logits of a few rows of the strip, from `row` on, and their share of ∂Q.
   void logits_backward(int64_t first, int64_t row, int64_t rows, int64_t key, int64_t count,
-                       const ProductRows<A>& keys) {
+                       const ProductRows<A>& queries, const ProductRows<A>& grads, const ProductRows<A>& keys) {
     const int key_vectors = vectors_of<A>(count);
     const int64_t query = first + row;
     A* weights = weights_ + row * block_;
     A* grad_logits = grad_logits_ + row * block_;
-    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, queries_ + row * padded_width_, padded_width_,
+    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, queries.data + row * queries.ld, queries.ld,
                       keys_across_, StoreTo<A>{weights, block_});
     mask_logits(call_, image_, head_, query, rows, key, count, weights, block_);
     const A* softmax_rows =
@@ -158,7 +190,7 @@ class BackwardWorker {
         store_full(exp2_nonpositive<A>(load_full(p) - maximum) * inverse, p);
       }
     }
-    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads_ + row * padded_width_, padded_width_,
+    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads.data + row * grads.ld, grads.ld,
                       values_across_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
     if (call_.grad_logits != nullptr) {
       A* out = static_cast<A*>(call_.grad_logits) +
@@ -168,18 +200,26 @@ class BackwardWorker {
       }
     }
     if (call_.grad_query.data != nullptr) {
-      add_or_store<Operand::rows>(key == 0, rows, static_cast<int>(padded_width_ / kLanes<A>), count, grad_logits,
-                                  block_, keys.data, keys.ld, grad_queries_ + query * padded_width_);
+      add_product<Operand::rows>(key == 0, has_one_block(), rows, count, grad_logits, block_, keys,
+                                 grad_queries_ + query * padded_width_, call_.grad_query, query,
+                                 static_cast<A>(call_.scale));
     }
   }
 
+  // One part of a gradient, added to `sums`; the last part goes to rows of `out` from `token` on where it can.
   template <Operand kOperand>
-  void add_or_store(bool stores, int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b,
-                    int64_t ldb, A* c) const {
-    if (stores) {
-      gemm<A, kOperand>(rows, vectors, depth, a, lda, b, ldb, StoreTo<A>{c, padded_width_});
+  void add_product(bool is_first, bool is_last, int64_t rows, int64_t depth, const A* a, int64_t lda,
+                   const ProductRows<A>& b, A* sums, const HeadTensor& out, int64_t token, A scale) const {
+    const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
+    if (is_last && is_direct(out)) {
+      const MatrixRows target = head_rows(out, call_.type, image_, head_, token);
+      gemm<A, kOperand>(
+          rows, vectors, depth, a, lda, b.data, b.ld,
+          StoreGradient<A>{target.at<A>(0, 0), target.row_stride, &scale, is_first ? nullptr : sums, padded_width_});
+    } else if (is_first) {
+      gemm<A, kOperand>(rows, vectors, depth, a, lda, b.data, b.ld, StoreTo<A>{sums, padded_width_});
     } else {
-      gemm<A, kOperand>(rows, vectors, depth, a, lda, b, ldb, AddTo<A>{c, padded_width_});
+      gemm<A, kOperand>(rows, vectors, depth, a, lda, b.data, b.ld, AddTo<A>{sums, padded_width_});
     }
   }
 
@@ -198,8 +238,8 @@ class BackwardWorker {
   A* grad_values_;    // [block][padded_width]
   A* weights_;        // [long_strip][block]: P
   A* grad_logits_;    // [long_strip][block]
-  A* queries_;        // [long_strip][padded_width]
-  A* grads_;          // [long_strip][padded_width]: ∂heads
+  A* queries_;        // [long_strip][padded_width], where Q cannot be read in place
+  A* grads_;          // [long_strip][padded_width]: ∂heads, likewise
   A* grad_queries_;   // [queries][padded_width]
   A* dots_;           // [queries]: rows of ∂heads · rows of heads
 };

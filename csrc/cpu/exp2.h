@@ -11,8 +11,9 @@ template <>
 struct FloatBits<float> {
   using Integer = uint32_t;
   static constexpr int kMantissa = 23;
-  static constexpr float kRounding = 12582912.0F;  // 1.5 · 2^23: adding and subtracting it rounds to an integer
-  static constexpr float kLowest = -126.0F;        // below, 2^x is subnormal: taken as zero
+  static constexpr float kLowest = -127.0F;  // taken as zero, like all below
+  // 1.5 · 2^23 + 127: adding and subtracting it rounds to an integer, whose exponent is in the sum's last bits.
+  static constexpr float kExponent = 12583039.0F;
   // The polynomial with the smallest relative error (1.9e-9) on [−1/2, 1/2].
   static constexpr float kSeries[] = {
       1.0F, 0.6931472057F, 0.2402264689F, 0.05550328777F, 0.009618488957F, 0.001339993121F, 0.0001534581216F};
@@ -21,8 +22,8 @@ template <>
 struct FloatBits<double> {
   using Integer = uint64_t;
   static constexpr int kMantissa = 52;
-  static constexpr double kRounding = 6755399441055744.0;  // 1.5 · 2^52
-  static constexpr double kLowest = -1022.0;
+  static constexpr double kLowest = -1023.0;
+  static constexpr double kExponent = 6755399441056767.0;  // 1.5 · 2^52 + 1023
   // Taylor's: (ln 2)^k / k!
   static constexpr double kSeries[] = {1.0,
                                        0.69314718055994530942,
@@ -39,58 +40,50 @@ struct FloatBits<double> {
                                        2.5678435993488205142e-11};
 };
 
-// power · 2^n for the integers n nearest to x; zero where 2^x would be subnormal (making one is slow), NaN for NaN.
+// 2^x on [−1/2, 1/2].
 template <class A>
-OVERTONE_INLINE Vector<A> scale_by_power_of_two(Vector<A> power, Vector<A> n, Vector<A> x) {
-  using Bits = FloatBits<A>;
-#if OVERTONE_VECTOR_BYTES == 64
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(Bits::kLowest), _CMP_NLT_UQ), power, n);
-  } else {
-    return _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, broadcast(Bits::kLowest), _CMP_NLT_UQ), power, n);
-  }
-#else
-  typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
-  // Adding 1.5 · 2^mantissa leaves the integer in the low bits.
-  const Vector<A> shifted = n + Bits::kRounding;
-  Integers exponent;
-  std::memcpy(&exponent, &shifted, sizeof exponent);
-  Integers bits;
-  std::memcpy(&bits, &power, sizeof bits);
-  bits += exponent << Bits::kMantissa;
-  Vector<A> result;
-  std::memcpy(&result, &bits, sizeof result);
-  result = x == x ? result : x;
-  return x < Bits::kLowest ? Vector<A>{} : result;
-#endif
-}
-
-// x minus the integer nearest to it; 0 for −inf on AVX-512, where scalef does the rest.
-template <class A>
-OVERTONE_INLINE Vector<A> distance_to_integer(Vector<A> x) {
-#if OVERTONE_VECTOR_BYTES == 64
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_maskz_reduce_ps(0xffff, x, 0x08);
-  } else {
-    return _mm512_maskz_reduce_pd(0xff, x, 0x08);
-  }
-#else
-  return x - ((x + FloatBits<A>::kRounding) - FloatBits<A>::kRounding);
-#endif
-}
-
-template <class A>
-OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
+OVERTONE_INLINE Vector<A> exp2_series(Vector<A> x) {
   using Bits = FloatBits<A>;
   constexpr int kTerms = sizeof(Bits::kSeries) / sizeof(A);
-  const Vector<A> fraction = distance_to_integer<A>(x);
-  const Vector<A> n = x - fraction;
   Vector<A> power = broadcast<A>(Bits::kSeries[kTerms - 1]);
   OVERTONE_UNROLL
   for (int k = kTerms - 2; k >= 0; --k) {
-    power = power * fraction + Bits::kSeries[k];
+    power = power * x + Bits::kSeries[k];
   }
-  return scale_by_power_of_two<A>(power, n, x);
+  return power;
 }
+
+#if OVERTONE_VECTOR_BYTES == 64
+template <class A>
+OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
+  using Bits = FloatBits<A>;
+  // 0 for −inf; scalef does the rest. Zero where 2^x would be subnormal: making one is slow.
+  if constexpr (std::is_same_v<A, float>) {
+    const Vector<A> fraction = _mm512_maskz_reduce_ps(0xffff, x, 0x08);
+    const __mmask16 is_normal = _mm512_cmp_ps_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(is_normal, exp2_series<A>(fraction), x - fraction);
+  } else {
+    const Vector<A> fraction = _mm512_maskz_reduce_pd(0xff, x, 0x08);
+    const __mmask8 is_normal = _mm512_cmp_pd_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_pd(is_normal, exp2_series<A>(fraction), x - fraction);
+  }
+}
+#else
+template <class A>
+OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
+  using Bits = FloatBits<A>;
+  typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
+  const Vector<A> bounded = larger<A>(broadcast(Bits::kLowest), x);  // a NaN stays
+  // The sum ends in n, the integer nearest to x, as the exponent of 2^n is written; kLowest is written as that of zero.
+  const Vector<A> shifted = bounded + Bits::kExponent;
+  const Vector<A> fraction = bounded - (shifted - Bits::kExponent);
+  Integers bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits <<= Bits::kMantissa;
+  Vector<A> power_of_two;
+  std::memcpy(&power_of_two, &bits, sizeof power_of_two);
+  return exp2_series<A>(fraction) * power_of_two;
+}
+#endif
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -66,7 +66,20 @@ OVERTONE_INLINE void tile(const A* a, int64_t lda, const A* b, int64_t ldb, int6
   }
 }
 
-// All rows of one tile's width: whole tiles, then 4, 2 and 1 rows.
+// The rows that are left below the last whole tile: fewer than kRows, in one tile of their own.
+template <class A, int kRows, int kVectors, Operand kOperand, class Finish>
+OVERTONE_INLINE void last_tile(int64_t rows, const A* a, int64_t lda, const A* b, int64_t ldb, int64_t depth,
+                               int64_t first_row, int first_vector, const Finish& finish) {
+  if constexpr (kRows > 1) {
+    if (rows == kRows - 1) {
+      tile<A, kRows - 1, kVectors, kOperand>(a, lda, b, ldb, depth, first_row, first_vector, finish);
+    } else {
+      last_tile<A, kRows - 1, kVectors, kOperand>(rows, a, lda, b, ldb, depth, first_row, first_vector, finish);
+    }
+  }
+}
+
+// All rows of one tile's width.
 template <class A, int kVectors, Operand kOperand, class Finish>
 void tile_column(int64_t rows, int first_vector, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb,
                  Finish finish) {
@@ -76,17 +89,8 @@ void tile_column(int64_t rows, int first_vector, int64_t depth, const A* a, int6
   for (; i + kRows <= rows; i += kRows) {
     tile<A, kRows, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
   }
-  if (i + 4 <= rows) {
-    tile<A, 4, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
-    i += 4;
-  }
-  if (i + 2 <= rows) {
-    tile<A, 2, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
-    i += 2;
-  }
-  if (i < rows) {
-    tile<A, 1, kVectors, kOperand>(a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector, finish);
-  }
+  last_tile<A, kRows, kVectors, kOperand>(rows - i, a + (kByRows ? i * lda : i), lda, b, ldb, depth, i, first_vector,
+                                          finish);
 }
 
 template <class A, Operand kOperand, class Finish>
@@ -276,10 +280,36 @@ OVERTONE_INLINE void transpose_floats(Vector<float> (&r)[16]) {
 }
 #endif
 
+#if OVERTONE_VECTOR_BYTES == 32
+// 8 × 8 floats; GCC makes slower instructions of the general form.
+OVERTONE_INLINE void transpose_floats(Vector<float> (&r)[8]) {
+  Vector<float> t[8];
+  OVERTONE_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  OVERTONE_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+      r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+    }
+  }
+  // r[4i + j] now holds, in its half h, column 4h + j of rows 4i … 4i + 3: what is left is to move halves.
+  OVERTONE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const Vector<float> upper = r[j];
+    r[j] = _mm256_permute2f128_ps(upper, r[4 + j], 0x20);
+    r[4 + j] = _mm256_permute2f128_ps(upper, r[4 + j], 0x31);
+  }
+}
+#endif
+
 // Transposes a square in registers: log2(kLanes) rounds of interleaving. Written out, so that no array is in memory.
 template <class A>
 OVERTONE_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
-#if OVERTONE_VECTOR_BYTES == 64
+#if OVERTONE_VECTOR_BYTES >= 32
   if constexpr (std::is_same_v<A, float>) {
     return transpose_floats(rows);
   }

@@ -194,7 +194,7 @@ void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A sca
 }
 
 // So few rows never miss the TLB, however far apart they are.
-constexpr int64_t kNearRows = 96;
+constexpr int64_t kNearRows = 120;
 
 // Rows as products read them: as they lie in memory where that is as good, otherwise packed into `scratch`. Many rows
 // far apart are not: read again and again, they would miss the TLB.

@@ -343,15 +343,21 @@ OVERTONE_INLINE Vector<A> absolute(Vector<A> v) {
   return with_sign_of<A>(v, Vector<A>{});
 }
 
-// Of two lanes the larger (smaller); the second if one is NaN.
+// Of two lanes the larger (smaller); the second if one is NaN. Intrinsics, because GCC makes two instructions of the
+// comparison.
 template <class A>
 OVERTONE_INLINE Vector<A> larger(Vector<A> a, std::type_identity_t<Vector<A>> b) {
 #if OVERTONE_VECTOR_BYTES == 64
-  // GCC makes two instructions of the comparison.
   if constexpr (sizeof(A) == 8) {
     return _mm512_maskz_max_pd(0xff, a, b);
   } else {
     return _mm512_maskz_max_ps(0xffff, a, b);
+  }
+#elif OVERTONE_VECTOR_BYTES == 32
+  if constexpr (sizeof(A) == 8) {
+    return _mm256_max_pd(a, b);
+  } else {
+    return _mm256_max_ps(a, b);
   }
 #else
   return a > b ? a : b;

@@ -62,7 +62,46 @@ def spectral_attention(
     Returns:
         y [B, N, E] in query's dtype, or (y, FrequencyNorms); differentiable in every floating-point argument.
     """
-    query, key, value, basis, residual = (_autocast(x) for x in (query, key, value, basis, residual))
+    return _attend(
+        (query, key, value), None, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms,
+        backend,
+    )  # fmt: skip
+
+
+def spectral_attention_packed(
+    qkv: Tensor,
+    eigenvalues: Tensor,
+    basis: Tensor,
+    *,
+    residual: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_gain: Tensor | None = None,
+    return_norms: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, FrequencyNorms]:
+    """spectral_attention of a packed qkv [B, N, 3, H, D]; its gradient is made in one piece, with no copy.
+
+    Three views of a packed tensor get a gradient each, which autograd then has to copy together.
+    """
+    qkv = _autocast(qkv)
+    if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
+        got = list(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
+        raise ValueError(f"{_NAME}: qkv must be [B, N, 3, H, D], got {got}")
+    return _attend(
+        _heads_of(qkv), qkv, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms,
+        backend,
+    )  # fmt: skip
+
+
+def _heads_of(qkv: Tensor) -> tuple[Tensor, ...]:
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _attend(heads_in, qkv, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms, backend):
+    """What both functions do, on query, key and value; qkv is what these are views of, or None."""
+    query, key, value, basis, residual = (_autocast(x) for x in (*heads_in, basis, residual))
     query = checks.heads(_NAME, "query", query)
     batch, heads, length, width = query.shape
     key = checks.matching(_NAME, "key", key, (batch, heads, "M", width), query)
@@ -84,7 +123,7 @@ def spectral_attention(
                 scale=scale, head_gain=head_gain, return_norms=return_norms,
             )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale)
+    call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale, qkv)
     eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
     if head_gain is None:
         y, norms = call.attend(eigenvalues, residual, return_norms)
@@ -103,6 +142,7 @@ class _Call(NamedTuple):
     attn_mask: Tensor | None
     is_causal: bool
     scale: float
+    qkv: Tensor | None  # what query, key and value are views of, if the gradient is to be one of it
 
     def attend(self, eigenvalues: Tensor, residual: Tensor | None, return_norms: bool) -> tuple[Tensor, FrequencyNorms]:
         """y and its norms, which are empty where they are not wanted."""
@@ -129,13 +169,13 @@ class _Call(NamedTuple):
     def _run(
         self, eigenvalues: Tensor, residual: Tensor | None, *, need_norms: bool = False, need_wide: bool = False
     ) -> tuple[Tensor, ...]:
-        inputs = (self.query, self.key, self.value, eigenvalues, self.basis, residual, self.attn_mask)
+        given = (self.query, self.key, self.value) if self.qkv is None else (self.qkv,)
+        op = torch.ops.overtone.spectral_attention if self.qkv is None else torch.ops.overtone.spectral_attention_packed
+        inputs = (*given, eigenvalues, self.basis, residual, self.attn_mask)
         need_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         # The norms' gradient is taken at y before rounding.
         need_wide = need_wide or (need_norms and need_backward and not _runs_on_triton(self.query))
-        return torch.ops.overtone.spectral_attention(
-            *inputs, self.is_causal, self.scale, need_norms, need_wide, need_backward
-        )
+        return op(*inputs, self.is_causal, self.scale, need_norms, need_wide, need_backward)
 
     def _mean_of_values(self, eigenvalues: Tensor) -> Tensor:
         """concat_h(Π V_h) diag(eigenvalues) U, where Π averages over the keys that take part in the row."""
@@ -145,7 +185,8 @@ class _Call(NamedTuple):
         mask = self.attn_mask
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != -math.inf
-        uniform = self._replace(query=torch.zeros_like(self.query), attn_mask=mask)  # equal logits: the mean
+        # Equal logits: the mean.
+        uniform = self._replace(query=torch.zeros_like(self.query), attn_mask=mask, qkv=None)
         return uniform._unrounded(eigenvalues)
 
 
@@ -233,6 +274,17 @@ def _fake_backward(
     return *heads_grads, *grads, y.new_empty((0,) if grad_low is None else y.shape)
 
 
+def _packed_forward(qkv, *rest):
+    return torch.ops.overtone.spectral_attention(*_heads_of(qkv), *rest)
+
+
+def _fake_packed_backward(grad_y, grad_low, grad_high, y, low, high, qkv, *rest):
+    heads = _heads_of(qkv)
+    _, _, _, *others = _fake_backward(grad_y, grad_low, grad_high, y, low, high, *heads, *rest)
+    needs = rest[-1]
+    return qkv.new_empty(qkv.shape if needs & 7 else (0,)), *others
+
+
 # need_backward: whoever wants a gradient must ask for what backward needs. What is not wanted comes back empty, and so
 # does wide_y (y before rounding) where y has the statistics' dtype.
 library.define(
@@ -254,9 +306,28 @@ library.define(
     triton="attention.backward",
 )
 
+# The same with one tensor qkv [B, N, 3, H, D] in place of query, key and value, and one gradient of it. `needs` is as
+# above, its first three bits equal.
+library.define(
+    "spectral_attention_packed(Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor? residual, Tensor? attn_mask,"
+    " bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
+    " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
+    fake=lambda qkv, *rest: _fake(*_heads_of(qkv), *rest),
+)
+library.LIBRARY.impl("spectral_attention_packed", _packed_forward, "CompositeExplicitAutograd")
+library.define(
+    "spectral_attention_packed_backward(Tensor? grad_y, Tensor? grad_low, Tensor? grad_high, Tensor y, Tensor low,"
+    " Tensor high, Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor? attn_mask, bool is_causal, float scale,"
+    " Tensor heads, Tensor softmax_rows, int needs)"
+    " -> (Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor logits, Tensor total_grad)",
+    fake=_fake_packed_backward,
+    triton="attention.packed_backward",
+)
+
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, *_ = inputs
+    *given, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, _, _ = inputs
+    ctx.is_packed = len(given) == 1
     y, low, high, wide_y, heads, softmax_rows = output
     ctx.is_causal, ctx.scale = is_causal, scale
     ctx.residual_dtype = None if residual is None else residual.dtype
@@ -266,43 +337,44 @@ def _save(ctx, inputs, output) -> None:
     # Only the norms' gradient reads y, and only its own gradient the residual.
     unrounded = (wide_y if ctx.has_wide else y) if need_norms else None
     residual = residual if need_norms else None
-    ctx.save_for_backward(
-        query, key, value, eigenvalues, basis, residual, attn_mask, unrounded, low, high, heads, softmax_rows
-    )
+    ctx.save_for_backward(*given, eigenvalues, basis, residual, attn_mask, unrounded, low, high, heads, softmax_rows)
 
 
 def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_softmax_rows):
-    query, key, value, eigenvalues, basis, _, attn_mask, y, low, high, heads, softmax_rows = ctx.saved_tensors
+    *given, eigenvalues, basis, _, attn_mask, y, low, high, heads, softmax_rows = ctx.saved_tensors
     dtype = eigenvalues.dtype
     grad_wide = grad_wide if ctx.has_wide else None
-    given = [g for g in (grad_y, grad_wide) if g is not None]
-    if len(given) == 2 or not _runs_on_triton(query):
-        given = [g.to(dtype) for g in given]
-    grad_y = sum(given[1:], given[0]).contiguous() if given else None
+    grads = [g for g in (grad_y, grad_wide) if g is not None]
+    if len(grads) == 2 or not _runs_on_triton(given[0]):
+        grads = [g.to(dtype) for g in grads]
+    grad_y = sum(grads[1:], grads[0]).contiguous() if grads else None
     has_norms = y is not None and (grad_low is not None or grad_high is not None)
     if grad_y is None and not has_norms:
-        return (None,) * 12
+        return (None,) * len(ctx.needs_input_grad)
     if has_norms:
         grad_low, grad_high = (torch.zeros_like(low) if g is None else g.contiguous() for g in (grad_low, grad_high))
     else:
         y, grad_low, grad_high = low, None, None  # y is not read
     if torch.is_grad_enabled():
         return _differentiable_backward(ctx, None if grad_y is None else grad_y.to(dtype), grad_low, grad_high)
-    q, k, v, lam, u, r, m = ctx.needs_input_grad[:7]
-    wanted = (q, k, v, lam, u, m)
-    *results, total = torch.ops.overtone.spectral_attention_backward(
-        grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, attn_mask, ctx.is_causal,
-        ctx.scale, heads, softmax_rows, sum(1 << bit for bit, need in enumerate(wanted) if need),
+    *given_needs, lam, u, r, m = ctx.needs_input_grad[:-5]
+    wanted = (*given_needs, lam, u, m)
+    bits = (*(given_needs * 3 if ctx.is_packed else given_needs), lam, u, m)
+    ops = torch.ops.overtone
+    *results, total = (ops.spectral_attention_packed_backward if ctx.is_packed else ops.spectral_attention_backward)(
+        grad_y, grad_low, grad_high, y, low, high, *given, eigenvalues, basis, attn_mask, ctx.is_causal,
+        ctx.scale, heads, softmax_rows, sum(1 << bit for bit, need in enumerate(bits) if need),
     )  # fmt: skip
-    dq, dk, dv, dlam, du, dm = (g if need else None for g, need in zip(results, wanted, strict=True))
+    *dgiven, dlam, du, dm = (g if need else None for g, need in zip(results, wanted, strict=True))
     du = None if du is None else du.to(basis.dtype)
     dr = (total if has_norms else grad_y).to(ctx.residual_dtype) if r else None
-    return dq, dk, dv, dlam, du, dr, dm, *(None,) * 5
+    return *dgiven, dlam, du, dr, dm, *(None,) * 5
 
 
 def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor | None, ...]:
-    query, key, value, eigenvalues, basis, residual, attn_mask, *_ = ctx.saved_tensors
-    named = {"query": query, "key": key, "value": value, "eigenvalues": eigenvalues, "basis": basis}
+    *given, eigenvalues, basis, residual, attn_mask, _, _, _, _, _ = ctx.saved_tensors
+    given_names = ("qkv",) if ctx.is_packed else ("query", "key", "value")
+    named = {**dict(zip(given_names, given, strict=True)), "eigenvalues": eigenvalues, "basis": basis}
     if residual is not None:
         named["residual"] = residual
     if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -311,6 +383,8 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
 
     def outputs(*inputs):
         wide = {name: x.to(eigenvalues.dtype) for name, x in zip(named, inputs, strict=True)}
+        if ctx.is_packed:
+            wide |= zip(("query", "key", "value"), _heads_of(wide.pop("qkv")), strict=True)
         y, norms = reference.spectral_attention(**{**fixed, **wide}, return_norms=True)
         return tuple(x for x, g in zip((y, *norms), (grad_y, grad_low, grad_high), strict=True) if g is not None)
 
@@ -318,9 +392,10 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
     results = dict(zip(named, library.differentiable_gradient(outputs, tuple(named.values()), grads), strict=True))
     if ctx.residual_dtype is not None and residual is None:
         results["residual"] = grad_y.to(ctx.residual_dtype)
-    names = ("query", "key", "value", "eigenvalues", "basis", "residual", "attn_mask")
+    names = (*given_names, "eigenvalues", "basis", "residual", "attn_mask")
     return *(results.get(name) for name in names), *(None,) * 5
 
 
-library.differentiable("spectral_attention", setup=_save, backward=_backward)
-library.without_vmap("spectral_attention", "put the mapped dimension into the batch dimension of query, key and value")
+for _op in ("spectral_attention", "spectral_attention_packed"):
+    library.differentiable(_op, setup=_save, backward=_backward)
+    library.without_vmap(_op, "put the mapped dimension into the batch dimension of query, key and value")
