@@ -118,12 +118,12 @@ class TestRatios:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_few_large_matrices_go_to_lapack(self, dtype, cpu_kernels):
         """On uniform attention LAPACK gives up; the kernels do not."""
-        for a in (softmax(2, 200, 200, dtype=dtype), torch.full((1, 128, 128), 1 / 128, dtype=dtype)):
+        for a in (softmax(2, 240, 240, dtype=dtype), torch.full((1, 128, 128), 1 / 128, dtype=dtype)):
             values, vectors = linalg.eig(a, backend="cpu")
             assert cpu_kernels.last_kernel() == "eig/lapack"
             assert_ratios(residuals(a, values, vectors))
             assert_ratios(backward_errors(a[:1], linalg.eigvals(a, backend="cpu")[:1, :4]))
-        a = softmax(2, 200, 200, dtype=dtype)
+        a = softmax(2, 240, 240, dtype=dtype)
         a[1, 5, 6] = math.nan
         result = linalg.eigvals_ex(a, backend="cpu")
         assert result.info.tolist() == [0, 1] and result.eigenvalues[1].isnan().all()

@@ -26,11 +26,13 @@ const EigKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Whether a matrix per lane is faster than LAPACK. Estimated from groups of float32 matrices of 65, 197 and 384 rows
-// with AVX-512: one takes as long as LAPACK takes for about n/90 matrices. Threads must not matter, or they would
-// change the bits.
+// Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as a group of lanes does
+// (scripts/linalg_crossovers; the figure for AVX-512 is that of a machine whose LAPACK uses it too). Threads must not
+// matter, or they would change the bits.
 bool is_for_lanes(const Eig& call, int64_t groups) {
-  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * 90;
+  const bool is_wide = current_isa() == Isa::avx512;
+  const int64_t worth = is_wide ? 90 : call.right != nullptr ? 70 : 110;
+  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * worth;
 }
 
 // What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the

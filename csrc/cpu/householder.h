@@ -1,7 +1,8 @@
 // Blocked Householder QR of one matrix, on its transpose: a column of the matrix is a row in memory.
 //
 // A panel of kPanel columns is reduced column by column; its reflectors, gathered as I − V T Vᵀ, then meet all other
-// columns in three products. Q is built from the identity by the same products, last panel first.
+// columns in two products, with V and with Y = V T. Q is built from the identity by the same products, last panel
+// first.
 #pragma once
 
 #include "cpu/product.h"
@@ -36,6 +37,10 @@ OVERTONE_INLINE Vector<A> larger_magnitude(Vector<A> v, std::type_identity_t<Vec
   return (Vector<A>)(magnitude > (IntegerVector)largest ? magnitude : (IntegerVector)largest);
 }
 
+// The number of running sums per column that a panel's dot products need to keep the arithmetic units busy.
+template <class A>
+constexpr int kDotChains = kPanel / kLanes<A> >= 4 ? 1 : 2;
+
 template <class A>
 class Householder {
  public:
@@ -47,18 +52,18 @@ class Householder {
         rank_(std::min(rows, columns)),
         ld_(padded_stride<A>(rows)),
         panels_((rank_ + kPanel - 1) / kPanel),
-        scratch_(Scratch<A>::padded(std::max(columns, q_columns) * ld_) + Scratch<A>::padded(panels_ * kPanel * ld_) +
-                 Scratch<A>::padded(ld_ * kPanel) + Scratch<A>::padded(panels_ * kPanel * kPanel) +
-                 2 * Scratch<A>::padded(kReflectRows * kPanel) + 2 * Scratch<A>::padded(kPanel * kPanel) +
+        scratch_(Scratch<A>::padded(std::max(columns, q_columns) * ld_) +
+                 2 * Scratch<A>::padded(panels_ * kPanel * ld_) + 2 * Scratch<A>::padded(kPanel * ld_) +
+                 Scratch<A>::padded(kReflectRows * kPanel) + 2 * Scratch<A>::padded(kPanel * kPanel) +
                  Scratch<A>::padded(ld_)),
         x_(scratch_.take(std::max(columns, q_columns) * ld_)),
-        v_(scratch_.take(panels_ * kPanel * ld_)),
-        v_rows_(scratch_.take(ld_ * kPanel)),
-        t_(scratch_.take(panels_ * kPanel * kPanel)),
+        v_rows_(scratch_.take(panels_ * kPanel * ld_)),
+        y_(scratch_.take(panels_ * kPanel * ld_)),
+        v_(scratch_.take(kPanel * ld_)),
+        y_rows_(scratch_.take(kPanel * ld_)),
         w_(scratch_.take(kReflectRows * kPanel)),
-        wt_(scratch_.take(kReflectRows * kPanel)),
-        factor_(scratch_.take(kPanel * kPanel)),
-        gram_(scratch_.take(kPanel * kPanel)),
+        t_(scratch_.take(kPanel * kPanel)),
+        t_columns_(scratch_.take(kPanel * kPanel)),
         signs_(scratch_.take(ld_)) {}
 
   // Takes a matrix; false if it is not finite.
@@ -88,10 +93,12 @@ class Householder {
   void factor() {
     for (int64_t first = 0; first < rank_; first += kPanel) {
       const int64_t width = std::min(kPanel, rank_ - first);
+      const int64_t rest = columns_ - first - width;
       factor_panel(first, width);
-      gather_panel(first);
-      transpose_factor(first, /*transposed=*/false);
-      reflect(first, x_ + (first + width) * ld_, columns_ - first - width);
+      if (rest > 0 || q_columns_ > 0) {
+        fold_factor(first);
+      }
+      reflect(first, x_ + (first + width) * ld_, rest, y_rows_, v_);
     }
   }
 
@@ -108,9 +115,7 @@ class Householder {
       x_[j * ld_ + j] = signs_[j];
     }
     for (int64_t first = (panels_ - 1) * kPanel; first >= 0; first -= kPanel) {
-      pack_columns(buffer_rows<A>(v_, first * ld_ + first, ld_), kPanel, rows_ - first, A{1}, v_rows_, kPanel);
-      transpose_factor(first, /*transposed=*/true);
-      reflect(first, x_ + first * ld_, q_columns_ - first);
+      reflect(first, x_ + first * ld_, q_columns_ - first, panel_rows(first), y_ + first * ld_);
     }
     store_transposed(x_, ld_, q_columns_, rows_, q, q_columns_, [](int64_t, int64_t, Vector<A> v) { return v; });
   }
@@ -118,19 +123,24 @@ class Householder {
  private:
   static constexpr int kPanelVectors = static_cast<int>(kPanel / kLanes<A>);
 
+  // The reflectors of the panel that begins at column `first`, row by row; while it is factored, the panel itself.
+  A* panel_rows(int64_t first) const { return v_rows_ + first * ld_; }
+
   // Reduces the panel's columns one by one, as rows of kPanel elements: then the dot products of a column with all the
   // others need no sum over lanes, and one of them is its norm. Column c of p keeps the multiple 1 / inverses_[c] of
   // its reflector until all are done.
   void factor_panel(int64_t first, int64_t width) {
     const int64_t rows = rows_ - first;
-    A* p = v_rows_;
+    A* p = panel_rows(first);
     pack_columns(buffer_rows<A>(x_, first * ld_ + first, ld_), width, rows, A{1}, p, kPanel);
     std::fill(taus_, taus_ + kPanel, A{0});
     std::fill(inverses_, inverses_ + kPanel, A{0});
+    std::fill(t_columns_, t_columns_ + kPanel * kPanel, A{0});
     dot_column(p, 0, rows);
     for (int64_t c = 0; c < width; ++c) {
       make_reflector(p, c, rows);
       signs_[first + c] = p[c * kPanel + c] < 0 ? A{-1} : A{1};
+      gather_reflector(p, c);
       if (c + 1 < width) {
         apply_reflector(p, c, rows);
       }
@@ -138,35 +148,52 @@ class Householder {
     store_panel(first, width);
   }
 
-  // dots_[j] = Σ p[i][c] p[i][j] over the rows below c, each of which is prepared just before it is read. Two sums are
-  // under way at a time.
-  template <class Prepare>
+  // dots_[j] = Σ p[i][c] p[i][j] over the rows below c. prepare(row, v, vector) changes the rows' vectors from
+  // kFirst on just before they are read. Sums of more than kSumRows rows are sums of sums: a long running sum would
+  // lose digits that LAPACK keeps.
+  template <int kFirst, class Prepare>
   OVERTONE_INLINE void dot_column(A* p, int64_t c, int64_t rows, const Prepare& prepare) {
-    Vector<A> sums[2][kPanelVectors] = {};
-    int64_t i = c + 1;
-    for (; i + 2 <= rows; i += 2) {
-      prepare(p + i * kPanel);
-      prepare(p + (i + 1) * kPanel);
+    constexpr int kChains = kDotChains<A>;
+    Vector<A> totals[kPanelVectors] = {};
+    for (int64_t begin = c + 1; begin < rows; begin += kSumRows) {
+      const int64_t end = std::min(rows, begin + kSumRows);
+      Vector<A> sums[kChains][kPanelVectors] = {};
+      const auto add_row = [&](A* row, Vector<A>(&sum)[kPanelVectors]) {
+        Vector<A> part[kPanelVectors];
+        OVERTONE_UNROLL
+        for (int v = 0; v < kPanelVectors; ++v) {
+          part[v] = load_full(row + v * kLanes<A>);
+        }
+        prepare(row, part);
+        const Vector<A> factor = broadcast(row[c]);
+        OVERTONE_UNROLL
+        for (int v = 0; v < kPanelVectors; ++v) {
+          sum[v] += factor * part[v];
+        }
+      };
+      int64_t i = begin;
+      for (; i + kChains <= end; i += kChains) {
+        OVERTONE_UNROLL
+        for (int chain = 0; chain < kChains; ++chain) {
+          add_row(p + (i + chain) * kPanel, sums[chain]);
+        }
+      }
+      for (; i < end; ++i) {
+        add_row(p + i * kPanel, sums[0]);
+      }
       OVERTONE_UNROLL
       for (int v = 0; v < kPanelVectors; ++v) {
-        sums[0][v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
-        sums[1][v] += p[(i + 1) * kPanel + c] * load_full(p + (i + 1) * kPanel + v * kLanes<A>);
-      }
-    }
-    if (i < rows) {
-      prepare(p + i * kPanel);
-      for (int v = 0; v < kPanelVectors; ++v) {
-        sums[0][v] += p[i * kPanel + c] * load_full(p + i * kPanel + v * kLanes<A>);
+        totals[v] += kChains == 2 ? sums[0][v] + sums[kChains - 1][v] : sums[0][v];
       }
     }
     OVERTONE_UNROLL
     for (int v = 0; v < kPanelVectors; ++v) {
-      store_full(sums[0][v] + sums[1][v], dots_ + v * kLanes<A>);
+      store_full(totals[v], dots_ + v * kLanes<A>);
     }
   }
 
   void dot_column(A* p, int64_t c, int64_t rows) {
-    dot_column(p, c, rows, [](A*) {});
+    dot_column<0>(p, c, rows, [](A*, Vector<A>(&)[kPanelVectors]) {});
   }
 
   // The reflector I − τ v vᵀ, v = (1, inverse · what is below), that clears column c below its diagonal.
@@ -198,6 +225,24 @@ class Householder {
     diagonal /= scale;
   }
 
+  // Column c of T, in a row of t_columns_: the product of the panel's reflectors is I − V T Vᵀ, T upper triangular.
+  // Its dot products with the reflectors before it are among dots_.
+  void gather_reflector(const A* p, int64_t c) {
+    Vector<A> sums[kPanelVectors] = {};
+    for (int64_t k = 0; k < c; ++k) {
+      const A dot = inverses_[k] * (p[c * kPanel + k] + inverses_[c] * dots_[k]);
+      OVERTONE_UNROLL
+      for (int v = 0; v < kPanelVectors; ++v) {
+        sums[v] += dot * load_full(t_columns_ + k * kPanel + v * kLanes<A>);
+      }
+    }
+    OVERTONE_UNROLL
+    for (int v = 0; v < kPanelVectors; ++v) {
+      store_full(-taus_[c] * sums[v], t_columns_ + c * kPanel + v * kLanes<A>);
+    }
+    t_columns_[c * kPanel + c] = taus_[c];
+  }
+
   // Column c's reflector meets the columns right of it, and dots_ becomes that of column c + 1.
   void apply_reflector(A* p, int64_t c, int64_t rows) {
     A factors[kPanel] = {};
@@ -206,28 +251,46 @@ class Householder {
       p[c * kPanel + j] -= factor;
       factors[j] = inverses_[c] * factor;
     }
-    Vector<A> factor[kPanelVectors];
+    apply_from_vector(p, c, rows, factors, std::make_integer_sequence<int, kPanelVectors>());
+  }
+
+  template <int... kVector>
+  OVERTONE_INLINE void apply_from_vector(A* p, int64_t c, int64_t rows, const A* factors,
+                                         std::integer_sequence<int, kVector...>) {
+    const int64_t first = (c + 1) / kLanes<A>;  // the vectors before it hold finished columns
+    (void)((first == kVector && (apply_from<kVector>(p, c, rows, factors), true)) || ...);
+  }
+
+  template <int kFirst>
+  void apply_from(A* p, int64_t c, int64_t rows, const A* factors) {
+    Vector<A> factor[kPanelVectors] = {};
     OVERTONE_UNROLL
-    for (int v = 0; v < kPanelVectors; ++v) {
+    for (int v = kFirst; v < kPanelVectors; ++v) {
       factor[v] = load_full(factors + v * kLanes<A>);
     }
-    const auto update = [&](A* row) {
-      const A left = row[c];
+    const auto update = [&](A* row, Vector<A>(&part)[kPanelVectors]) {
+      const Vector<A> left = broadcast(row[c]);
       OVERTONE_UNROLL
-      for (int v = 0; v < kPanelVectors; ++v) {
-        store_full(load_full(row + v * kLanes<A>) - left * factor[v], row + v * kLanes<A>);
+      for (int v = kFirst; v < kPanelVectors; ++v) {
+        part[v] -= left * factor[v];
+        store_full(part[v], row + v * kLanes<A>);
       }
     };
     if (c + 1 < rows) {
-      update(p + (c + 1) * kPanel);
+      Vector<A> part[kPanelVectors];
+      OVERTONE_UNROLL
+      for (int v = 0; v < kPanelVectors; ++v) {
+        part[v] = load_full(p + (c + 1) * kPanel + v * kLanes<A>);
+      }
+      update(p + (c + 1) * kPanel, part);
     }
-    dot_column(p, c + 1, rows, update);
+    dot_column<kFirst>(p, c + 1, rows, update);
   }
 
-  // R's part of the panel back to x, zeros below it; the reflectors, with their zeros and ones, to both their layouts.
+  // R's part of the panel back to x, zeros below it; the reflectors with their zeros and ones.
   void store_panel(int64_t first, int64_t width) {
     const int64_t rows = rows_ - first;
-    A* p = v_rows_;
+    A* p = panel_rows(first);
     for (int64_t j = 0; j < width; ++j) {
       A* x = x_ + (first + j) * ld_ + first;
       for (int64_t i = 0; i <= j; ++i) {
@@ -245,72 +308,51 @@ class Householder {
         p[i * kPanel + j] *= inverses_[j];
       }
     }
-    std::fill(v_ + first * ld_, v_ + (first + kPanel) * ld_, A{0});
-    store_transposed(p, kPanel, rows, kPanel, v_ + first * ld_ + first, ld_,
-                     [](int64_t, int64_t, Vector<A> v) { return v; });
   }
 
-  // T of the panel: the product of its reflectors is I − V T Vᵀ, T upper triangular.
-  void gather_panel(int64_t first) {
-    const A* v = v_ + first * ld_ + first;
-    gemm<A, Operand::rows>(
-        kPanel, kPanelVectors, rows_ - first, v, ld_, v_rows_, kPanel,
-        [&](int64_t row, int k, Vector<A> sum) { store_full(sum, gram_ + row * kPanel + k * kLanes<A>); });
-    A* t = t_ + first * kPanel;
-    std::fill(t, t + kPanel * kPanel, A{0});
-    for (int64_t c = 0; c < kPanel; ++c) {
-      for (int64_t i = 0; i < c; ++i) {
-        A sum = 0;
-        for (int64_t k = i; k < c; ++k) {
-          sum += t[i * kPanel + k] * gram_[k * kPanel + c];
-        }
-        t[i * kPanel + c] = -taus_[c] * sum;
-      }
-      t[c * kPanel + c] = taus_[c];
+  // Y = V T, and both also by columns: what multiplies rows of x from the right.
+  void fold_factor(int64_t first) {
+    const int64_t rows = rows_ - first;
+    const A* v = panel_rows(first);
+    const auto unchanged = [](int64_t, int64_t, Vector<A> part) { return part; };
+    store_transposed(t_columns_, kPanel, kPanel, kPanel, t_, kPanel, unchanged);
+    gemm<A, Operand::rows>(rows, kPanelVectors, kPanel, v, kPanel, t_, kPanel, StoreTo<A>{y_rows_, kPanel});
+    store_columns(v, rows, v_);
+    store_columns(y_rows_, rows, y_ + first * ld_);
+  }
+
+  // Rows of kPanel elements to columns ld_ apart, zeros up to the next whole vector.
+  void store_columns(const A* source, int64_t rows, A* out) const {
+    const int64_t padded = padded_to(rows, kLanes<A>);
+    for (int64_t j = 0; j < kPanel; ++j) {
+      std::fill(out + j * ld_ + rows, out + j * ld_ + padded, A{0});
     }
+    store_transposed(source, kPanel, rows, kPanel, out, ld_, [](int64_t, int64_t, Vector<A> part) { return part; });
   }
 
-  void transpose_factor(int64_t first, bool transposed) {
-    const A* t = t_ + first * kPanel;
-    for (int64_t i = 0; i < kPanel; ++i) {
-      for (int64_t j = 0; j < kPanel; ++j) {
-        factor_[i * kPanel + j] = transposed ? t[j * kPanel + i] : t[i * kPanel + j];
-      }
-    }
-  }
-
-  // x ← x − (x V) F Vᵀ for `count` rows of x.
-  void reflect(int64_t first, A* x, int64_t count) {
+  // x ← x − (x L) R for `count` rows of x from element `first` on: L [rows][kPanel], R [kPanel][ld].
+  void reflect(int64_t first, A* x, int64_t count, const A* left, const A* right) {
     const int64_t size = rows_ - first;
     const int vectors = static_cast<int>(padded_to(size, kLanes<A>) / kLanes<A>);
     for (int64_t begin = 0; begin < count; begin += kReflectRows) {
       const int64_t strip = std::min(kReflectRows, count - begin);
       A* rows = x + begin * ld_ + first;
-      gemm<A, Operand::rows>(
-          strip, kPanelVectors, size, rows, ld_, v_rows_, kPanel,
-          [&](int64_t row, int v, Vector<A> sum) { store_full(sum, w_ + row * kPanel + v * kLanes<A>); });
-      gemm<A, Operand::rows>(
-          strip, kPanelVectors, kPanel, w_, kPanel, factor_, kPanel,
-          [&](int64_t row, int v, Vector<A> sum) { store_full(sum, wt_ + row * kPanel + v * kLanes<A>); });
-      gemm<A, Operand::rows>(strip, vectors, kPanel, wt_, kPanel, v_ + first * ld_ + first, ld_,
-                             [&](int64_t row, int v, Vector<A> sum) {
-                               A* out = rows + row * ld_ + v * kLanes<A>;
-                               store_full(load_full(out) - sum, out);
-                             });
+      multiply_in_parts<A>(strip, kPanelVectors, size, rows, ld_, left, kPanel, w_, kPanel);
+      gemm<A, Operand::rows>(strip, vectors, kPanel, w_, kPanel, right, ld_, SubtractFrom<A>{rows, ld_});
     }
   }
 
   int64_t rows_, columns_, q_columns_, rank_, ld_, panels_;
   Scratch<A> scratch_;
-  A* x_;       // [columns][ld]: the matrix transposed, then R transposed, then Q transposed
-  A* v_;       // [panels · kPanel][ld]: the reflectors
-  A* v_rows_;  // [rows][kPanel]: those of the panel at hand, transposed; while it is factored, the panel itself
-  A* t_;       // [panels][kPanel][kPanel]
-  A* w_;
-  A* wt_;
-  A* factor_;  // T of the panel at hand, or its transpose
-  A* gram_;    // VᵀV of the panel at hand
-  A* signs_;   // of R's diagonal as the reflectors leave it
+  A* x_;          // [columns][ld]: the matrix transposed, then R transposed, then Q transposed
+  A* v_rows_;     // [panels][rows][kPanel]: the reflectors V
+  A* y_;          // [panels · kPanel][ld]: Y = V T, by columns
+  A* v_;          // [kPanel][ld]: those of the panel at hand, by columns
+  A* y_rows_;     // [rows][kPanel]
+  A* w_;          // [kReflectRows][kPanel]
+  A* t_;          // [kPanel][kPanel]
+  A* t_columns_;  // its transpose
+  A* signs_;      // of R's diagonal as the reflectors leave it
   A taus_[kPanel];
   A inverses_[kPanel];
   A dots_[kPanel];

@@ -35,6 +35,32 @@ void pack_block(const MatrixRows& source, int64_t row, int64_t column, int64_t r
   }
 }
 
+// Rows of a running sum. Longer sums are sums of such sums: they lose fewer digits, and that much of B stays in the
+// first-level cache for all rows of A.
+constexpr int64_t kSumRows = 64;
+
+template <class A>
+struct SubtractFrom {
+  A* c;
+  int64_t ldc;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    A* p = c + row * ldc + v * kLanes<A>;
+    store_full(load_full(p) - sum, p);
+  }
+};
+
+// C = A · B, summed in parts of kSumRows.
+template <class A>
+void multiply_in_parts(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, A* c,
+                       int64_t ldc) {
+  gemm<A, Operand::rows>(rows, vectors, std::min(depth, kSumRows), a, lda, b, ldb, StoreTo<A>{c, ldc});
+  for (int64_t k = kSumRows; k < depth; k += kSumRows) {
+    gemm<A, Operand::rows>(rows, vectors, std::min(depth - k, kSumRows), a + k, lda, b + k * ldb, ldb,
+                           AddTo<A>{c, ldc});
+  }
+}
+
 // Columns that multiply() handles at a time.
 template <class A>
 constexpr int64_t kPanelColumns = (kWidestTile == 4 ? 3 : 2) * kLanes<A>;
@@ -46,20 +72,38 @@ struct Extent {
   int64_t depth;
 };
 
+// Elements of scratch that multiply() needs: a panel of B, and sums of a panel of C.
+template <class A>
+constexpr int64_t multiply_scratch(int64_t rows, int64_t depth) {
+  return (rows + depth) * kPanelColumns<A>;
+}
+
 // C = A · B, one panel of columns after the other. pack(column, columns, depth, out, ld) packs B's rows from `depth`
-// on; extent(column, columns) says what of C's panel is wanted; finish(row, column, sum) takes its vectors. `panel`
-// holds depth · kPanelColumns elements.
+// on; extent(column, columns) says what of C's panel is wanted; finish(row, column, sum) takes its vectors. Sums are
+// those of multiply_in_parts().
 template <class A, class Pack, class Bound, class Finish>
-void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* panel, const Pack& pack, const Bound& extent,
-              const Finish& finish) {
+void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* scratch, const Pack& pack,
+              const Bound& extent, const Finish& finish) {
   for (int64_t column = 0; column < columns; column += kPanelColumns<A>) {
     const int64_t width = std::min(kPanelColumns<A>, columns - column);
     const int64_t ld = padded_to(width, kLanes<A>);
+    const int vectors = static_cast<int>(ld / kLanes<A>);
     const Extent part = extent(column, width);
+    const int64_t rows = part.row_end - part.row;
+    const int64_t summands = depth - part.depth;
+    const A* left = a + part.row * lda + part.depth;
+    A* panel = scratch;
+    A* sums = scratch + depth * kPanelColumns<A>;
     pack(column, width, part.depth, panel, ld);
-    gemm<A, Operand::rows>(part.row_end - part.row, static_cast<int>(ld / kLanes<A>), depth - part.depth,
-                           a + part.row * lda + part.depth, lda, panel, ld, [&](int64_t row, int v, Vector<A> sum) {
-                             finish(part.row + row, column + v * kLanes<A>, sum);
+    const int64_t before = summands > kSumRows ? (summands - 1) / kSumRows * kSumRows : 0;
+    if (before > 0) {
+      multiply_in_parts<A>(rows, vectors, before, left, lda, panel, ld, sums, ld);
+    }
+    gemm<A, Operand::rows>(rows, vectors, summands - before, left + before, lda, panel + before * ld, ld,
+                           [&](int64_t row, int v, Vector<A> sum) {
+                             const A* earlier = sums + row * ld + v * kLanes<A>;
+                             finish(part.row + row, column + v * kLanes<A>,
+                                    before > 0 ? sum + load_full(earlier) : sum);
                            });
   }
 }

@@ -45,10 +45,10 @@ class QrGradient {
         ld_(padded_stride<A>(call.rows)),
         ld_square_(padded_stride<A>(call.columns)),
         scratch_(Scratch<A>::padded(columns_ * ld_) + Scratch<A>::padded(columns_ * ld_square_) +
-                 Scratch<A>::padded(rows_ * kPanelColumns<A>)),
+                 Scratch<A>::padded(multiply_scratch<A>(columns_, rows_))),
         x_(scratch_.take(columns_ * ld_)),
         c_(scratch_.take(columns_ * ld_square_)),
-        panel_(scratch_.take(rows_ * kPanelColumns<A>)) {}
+        panel_(scratch_.take(multiply_scratch<A>(columns_, rows_))) {}
 
   void run(int64_t member) {
     const A* q = static_cast<const A*>(call_.q) + member * rows_ * columns_;

@@ -132,15 +132,23 @@ class LaneQr {
     return less_equal(largest, broadcast(std::numeric_limits<A>::max()));
   }
 
-  // Σ (scale · a_ik)² over the rows below k.
-  OVERTONE_INLINE Vector<A> squares_below(int64_t k, Vector<A> scale) const {
+  // Of scale times column k: its diagonal element, the squares below it, and the norm of both.
+  struct Column {
+    Vector<A> head, below, norm;
+  };
+
+  // Not inlined: neighbours decide whether a lane is measured once or twice, and the compiler must not round the two
+  // differently (a product and a sum may become one operation or stay two).
+  __attribute__((noinline)) void measure(int64_t k, const Vector<A>& scale, Column& column) const {
     const LaneMatrix<A> a = a_;
-    Vector<A> sum{};
+    const Vector<A> factor = scale;
+    const Vector<A> head = a.get(k, k) * factor;
+    Vector<A> below{};
     for (int64_t i = k + 1; i < call_.rows; ++i) {
-      const Vector<A> part = a.get(i, k) * scale;
-      sum += part * part;
+      const Vector<A> part = a.get(i, k) * factor;
+      below += part * part;
     }
-    return sum;
+    column = {head, below, square_root(head * head + below)};
   }
 
   // For every lane whose column is of an unusual size the power of two that makes it usual, otherwise 1: squares must
@@ -157,19 +165,17 @@ class LaneQr {
   void make_reflector(int64_t k) {
     const LaneMatrix<A> a = a_;
     const int64_t rows = call_.rows;
-    constexpr A kSmallSquare = kSmallSize<A> * kSmallSize<A>;
     const Vector<A> one = broadcast(A{1});
     Vector<A> scale = one;
-    Vector<A> head = a.get(k, k);
-    Vector<A> below = squares_below(k, one);
-    const Vector<A> total = head * head + below;
-    const Mask<A> usual = less_equal(broadcast(kSmallSquare), total) & less_equal(total, broadcast(1 / kSmallSquare));
+    Column column;
+    measure(k, scale, column);
+    const Mask<A> usual =
+        less_equal(broadcast(kSmallSize<A>), column.norm) & less_equal(column.norm, broadcast(1 / kSmallSize<A>));
     if (!all(usual)) {
       scale = column_scale(k, usual);
-      head *= scale;
-      below = squares_below(k, scale);
+      measure(k, scale, column);
     }
-    const Vector<A> norm = square_root(head * head + below);
+    const auto [head, below, norm] = column;
     const Mask<A> is_clear = equal(below, Vector<A>{});
     const Vector<A> diagonal = select(is_clear, head, with_sign_of<A>(norm, -head));
     const Vector<A> inverse = select(is_clear, Vector<A>{}, one / (head - diagonal));

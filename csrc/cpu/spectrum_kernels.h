@@ -41,11 +41,11 @@ class Squares {
  public:
   explicit Squares(int64_t size)
       : ld(padded_stride<A>(size)),
-        scratch_(kBuffers * Scratch<A>::padded(size * ld) + Scratch<A>::padded(size * kPanelColumns<A>)) {
+        scratch_(kBuffers * Scratch<A>::padded(size * ld) + Scratch<A>::padded(multiply_scratch<A>(size, size))) {
     for (A*& buffer : buffers) {
       buffer = scratch_.take(size * ld);
     }
-    panel = scratch_.take(size * kPanelColumns<A>);
+    panel = scratch_.take(multiply_scratch<A>(size, size));
   }
 
   int64_t ld;

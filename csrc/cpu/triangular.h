@@ -10,7 +10,7 @@ constexpr int64_t kTriangleBlock = 32;
 enum class Triangle { upper, unit_lower };
 
 // x ← T⁻¹ x for the strip x[rows][width], rows `ld` apart; T is read where it is known not to be zero (or one).
-// A block of rows first takes what the solved rows contribute, in one product, and is then solved row by row.
+// A block of rows first takes what the solved rows contribute, in products, and is then solved row by row.
 template <class A, Triangle kTriangle>
 void solve_triangular(const A* t, int64_t ldt, int64_t rows, A* x, int64_t ld, int64_t width) {
   const int vectors = static_cast<int>(padded_to(width, kLanes<A>) / kLanes<A>);
@@ -21,11 +21,10 @@ void solve_triangular(const A* t, int64_t ldt, int64_t rows, A* x, int64_t ld, i
     const int64_t end = std::min(rows, begin + kTriangleBlock);
     const int64_t solved_begin = kTriangle == Triangle::upper ? end : 0;
     const int64_t solved = kTriangle == Triangle::upper ? rows - end : begin;
-    gemm<A, Operand::rows>(end - begin, vectors, solved, t + begin * ldt + solved_begin, ldt, x + solved_begin * ld, ld,
-                           [&](int64_t row, int v, Vector<A> sum) {
-                             A* out = x + (begin + row) * ld + v * kLanes<A>;
-                             store_full(load_full(out) - sum, out);
-                           });
+    for (int64_t k = 0; k < solved; k += kSumRows) {
+      gemm<A, Operand::rows>(end - begin, vectors, std::min(kSumRows, solved - k), t + begin * ldt + solved_begin + k,
+                             ldt, x + (solved_begin + k) * ld, ld, SubtractFrom<A>{x + begin * ld, ld});
+    }
     for (int64_t step = 0; step < end - begin; ++step) {
       const int64_t row = kTriangle == Triangle::upper ? end - 1 - step : begin + step;
       const int64_t first = kTriangle == Triangle::upper ? row + 1 : begin;

@@ -196,7 +196,8 @@ def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def raise_unsolved(function: str, info: Tensor) -> None:
     """Raise LinAlgError if any matrix has an info other than zero, and name the first few."""
     _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
-    _raise_for(function, info != 0, "is not finite or did not converge")
+    is_iteration = function != "qr"
+    _raise_for(function, info != 0, "is not finite" + (" or did not converge" if is_iteration else ""))
 
 
 def _raise_for(function: str, is_bad: Tensor, what: str) -> None:
@@ -204,4 +205,5 @@ def _raise_for(function: str, is_bad: Tensor, what: str) -> None:
         members = [tuple(index) for index in is_bad.nonzero().tolist()]
         which = f" {', '.join(map(str, members[:5]))}" if is_bad.dim() > 0 else ""
         more = f" and {len(members) - 5} more" if len(members) > 5 else ""
-        raise torch.linalg.LinAlgError(f"{function}: A: matrix{which}{more} {what}; {function}_ex solves the others")
+        advice = f"; {function}_ex solves the others" if f"{function}_ex" in globals() else ""
+        raise torch.linalg.LinAlgError(f"{function}: A: matrix{which}{more} {what}{advice}")
