@@ -43,10 +43,10 @@ class Launch(NamedTuple):
     def shared_bytes(self) -> int:
         """Of a block."""
         n, scratch = self.n, 0 if self.path == "warp" else 16
-        dense = n * (n | 1)
+        dense, packed = n * (n | 1), n * (n + 7) // 2
         numbers = {
             "eigh": scratch + dense + 9 * n + 1,
-            "eig": scratch + FAR_WORK[self.dtype] + 4 * n + 1 + (n * (n + 7) // 2 if self.path == "packed" else dense),
+            "eig": scratch + FAR_WORK[self.dtype] + (2 * n + packed if self.path == "packed" else 4 * n + dense),
             "qr": 2 * dense + 64,
         }[self.op]
         return numbers * self.dtype.itemsize * self.matrices_per_block
