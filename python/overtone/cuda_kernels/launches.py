@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 WARPS_PER_BLOCK = 4  # that have a matrix each
+MOST_ROWS = {"eigh": 256, "eig": 240, "qr": 32}
 FAR_WORK = {torch.float32: 46, torch.float64: 43}  # numbers that the chief's message to the block takes
 
 
@@ -50,6 +51,21 @@ class Launch(NamedTuple):
             "qr": 2 * dense + 64,
         }[self.op]
         return numbers * self.dtype.itemsize * self.matrices_per_block
+
+
+def path(op: str, n: int, dtype: torch.dtype, shared_limit: int) -> str | None:
+    """Who works on a matrix where a block may have `shared_limit` bytes; None if it is too large for the kernels."""
+    if n <= 32 or op == "qr":
+        return "warp" if n <= 32 else None
+    if n > MOST_ROWS[op]:
+        return None
+    paths = ("block",) if op == "eigh" else ("block", "packed")
+    return next((name for name in paths if Launch(op, name, n, dtype).shared_bytes <= shared_limit), None)
+
+
+def largest(op: str, dtype: torch.dtype, shared_limit: int) -> int:
+    """The most rows or columns of matrices that the kernels take."""
+    return next(n for n in range(MOST_ROWS[op], 0, -1) if path(op, n, dtype, shared_limit) is not None)
 
 
 def shipped(dtype: torch.dtype) -> list[Launch]:
