@@ -112,7 +112,8 @@ def _cuda_status() -> BackendStatus:
 
 def _shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that the device gives a block."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", launches.SHARED_EVERYWHERE)  # older torch has it not
 
 
 _STATUS = {

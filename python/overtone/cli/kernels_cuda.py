@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in architectures if name not in aot.ARCHITECTURES]
     if unknown:
         return kernels._fail(f"--arch: got {unknown[0]!r}, wanted one of {', '.join(aot.ARCHITECTURES)}")
-    rows, problems = [], []
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
     for launch, name, registers, spills in aot.compile_all(architectures, args.jobs or 1):
         dtype = str(launch.dtype).removeprefix("torch.")
         if args.dtype and dtype not in args.dtype:
@@ -46,7 +47,7 @@ def print_model() -> None:
         "op", "batch", "kernel", "GPU", "barriers", "shared", "MFLOP", "resident", "waves", "ms", "loop ms",
         "times faster",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for op, count, n in model.BATCHES:
         for name, gpu in model.GPUS.items():
             found = model.predict(op, count, n, gpu)
