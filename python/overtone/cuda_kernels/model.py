@@ -139,6 +139,8 @@ def eigvals_flops(n: int, path: str, francis: Francis) -> float:
     threads = _threads(n)
     sizes = n * (n - 1) // 2 - 1  # 2 + … + (n − 1)
     reduction = 4 * n * sizes + 6 * _squares(n) + 25 * threads * (n - 2)
+    if path == "packed":
+        reduction += 5 * 32 * n * (n - 2)  # rows of global memory are summed by warps, with five shuffles each
     return reduction + 32 * 15 * francis.steps + 10 * (francis.elements + 4 * francis.steps) + 1400 * francis.sweeps
 
 
