@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,27 @@ def test_importing_touches_no_device_and_imports_no_triton():
     )
     result = run_python(code)
     assert result.returncode == 0, result.stderr
+
+
+def on_cuda(n: int, requires_grad: bool = False) -> SimpleNamespace:
+    """What the choice of a backend looks at, of a tensor that this machine need not be able to hold."""
+    return SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, shape=(2, n, n), requires_grad=requires_grad
+    )
+
+
+def test_cuda_tensors_go_to_the_cuda_kernels_that_exist(monkeypatch):
+    module = sys.modules["overtone.backends"]  # the name in the package is the public function
+    choose = module.select
+    assert choose("compose_symmetric", None, on_cuda(768)) == "cuda"  # by batched products, always there
+    monkeypatch.setattr(_extension, "native", SimpleNamespace())
+    assert choose("eigh", None, on_cuda(16)) == "reference"
+    with pytest.raises(ot.BackendError, match="built without its CUDA kernels"):
+        choose("eigh", "cuda", on_cuda(16))
+    monkeypatch.setattr(_extension, "native", SimpleNamespace(has_cuda=True))
+    monkeypatch.setattr(module, "_shared_limit", lambda device: 99 * 1024)
+    assert choose("eigh", None, on_cuda(154)) == choose("eig", None, on_cuda(197)) == "cuda"
+    for op, tensor in (("eigh", on_cuda(155)), ("qr", on_cuda(33)), ("eig", on_cuda(16, requires_grad=True))):
+        assert choose(op, None, tensor) == "reference"  # torch.linalg
+        with pytest.raises(ot.BackendError, match="it takes matrices of up to|without gradient only"):
+            choose(op, "cuda", tensor)

@@ -14,7 +14,7 @@ from kit import nvcc
 
 from overtone.cli import kernels as command
 from overtone.cuda_kernels import compile as aot
-from overtone.cuda_kernels.launches import shipped
+from overtone.cuda_kernels.launches import largest, path, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ROOT / "tests" / "cuda_budget.csv"
@@ -85,12 +85,19 @@ def test_unknown_architectures_are_named(monkeypatch, capsys):
 def test_launches_are_those_of_the_kernels(host_cuda, dtype):
     for launch in shipped(dtype):
         solver = getattr(host_cuda.module, str(dtype).removeprefix("torch."))
-        path = getattr(host_cuda.module.Path, launch.path)
-        grid = getattr(solver, f"{launch.op}_grid")(launch.n, path)
+        grid = getattr(solver, f"{launch.op}_grid")(launch.n, getattr(host_cuda.module.Path, launch.path))
         assert grid == (launch.warps * 32, launch.shared_bytes)
-        if launch.op != "qr":
-            chosen = getattr(solver, f"{launch.op}_path")(launch.n, host_cuda.module.SHARED_EVERYWHERE)
-            assert chosen == path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op", ["eigh", "eig"])
+def test_sizes_go_the_way_of_the_kernels(host_cuda, op, dtype):
+    solver = getattr(host_cuda.module, str(dtype).removeprefix("torch."))
+    for limit in (host_cuda.module.SHARED_EVERYWHERE, 163 * 1024, 227 * 1024):
+        for n in range(1, 300):
+            assert getattr(solver, f"{op}_path")(n, limit).name == str(path(op, n, dtype, limit)).lower()
+    assert largest("eig", torch.float32, 163 * 1024) == 240
+    assert largest("eig", torch.float32, host_cuda.module.SHARED_EVERYWHERE) >= 197
 
 
 @pytest.mark.slow

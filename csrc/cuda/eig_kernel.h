@@ -19,16 +19,16 @@ class EigSolver {
 
   // Numbers of shared memory that a matrix takes.
   static constexpr int shared_size(int n) {
-    constexpr int kWork = (sizeof(FarWork<T>) + sizeof(T) - 1) / sizeof(T);
-    return Team::kScratch + kWork + 4 * n + 1 + H::size(n);
+    return Team::kScratch + kWork + (in_shared ? vectors_size(n) : 2 * n) + H::size(n);
   }
 
   OVERTONE_DEVICE EigSolver(const EigCall<T>& call, int64_t index, T* memory)
       : call_(call), index_(index), n_(call.n), team_(memory) {
     memory += Team::kScratch;
     work_ = reinterpret_cast<FarWork<T>*>(memory);
-    vectors_ = memory + (sizeof(FarWork<T>) + sizeof(T) - 1) / sizeof(T);
-    T* const matrix = vectors_ + 4 * n_ + 1;
+    values_ = memory + kWork;
+    T* const matrix = values_ + (in_shared ? vectors_size(n_) : 2 * n_);
+    vectors_ = in_shared ? values_ : matrix;
     a_ = {in_shared ? matrix : call.workspace + index * n_ * n_, n_};
     h_ = {matrix, n_};
   }
@@ -51,6 +51,12 @@ class EigSolver {
   }
 
  private:
+  static constexpr int kWork = (sizeof(FarWork<T>) + sizeof(T) - 1) / sizeof(T);
+
+  // Of what balancing and the reduction need beside the matrix. It lies where the eigenvalues will be, or in global
+  // memory's case the Hessenberg form, which is never smaller.
+  static constexpr int vectors_size(int n) { return 4 * n; }
+
   // Whether all of the matrix is finite.
   OVERTONE_DEVICE bool load() {
     T largest = 0;
@@ -89,6 +95,7 @@ class EigSolver {
 
   OVERTONE_DEVICE void pack() {
     if constexpr (!in_shared) {
+      team_.sync();  // the vectors were here
       for (int i = 0; i < n_; ++i) {
         const int begin = i < 3 ? 0 : i - 3;
         for (int j = begin + team_.rank(); j < n_; j += team_.size()) {
@@ -101,7 +108,7 @@ class EigSolver {
 
   // Whether it converged.
   OVERTONE_DEVICE bool francis() {
-    T *const real = vectors_, *const imag = vectors_ + n_;
+    T *const real = values_, *const imag = values_ + n_;
     const bool is_alone = team_.warps() == 1;  // then everything is near
     Francis<T, H> chief(h_, is_alone ? n_ : FarWork<T>::kReflectors, real, imag);
     if (team_.warp() == 0) {
@@ -123,7 +130,7 @@ class EigSolver {
   }
 
   OVERTONE_DEVICE void store(int32_t info, bool find_perron) {
-    const T *real = vectors_, *imag = vectors_ + n_;
+    const T *real = values_, *imag = values_ + n_;
     const int perron = find_perron && info == kSolved ? nearest_to_one(real, imag) : 0;
     T* const out = call_.values + index_ * n_ * 2;
     for (int i = team_.rank(); i < n_; i += team_.size()) {
@@ -155,7 +162,8 @@ class EigSolver {
   int n_;
   Team team_;
   FarWork<T>* work_;
-  T* vectors_;  // 4 n + 1 numbers: what each step needs beside the matrix
+  T* values_;   // 2 n numbers: the eigenvalues
+  T* vectors_;  // vectors_size(n) numbers
   Dense a_;
   H h_;
   T largest_ = 0;

@@ -22,9 +22,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
+// All sizes but the last few.
+std::vector<int64_t> sizes_of(const Tensor& tensor, int64_t without = 0) {
   const auto sizes = tensor.sizes();
-  return {sizes.begin(), sizes.end()};
+  return {sizes.begin(), sizes.end() - without};
 }
 
 bool check_matrices(const Tensor& a, bool square, const char* op) {
@@ -71,9 +72,9 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   const int64_t n = a.size(-1);
   check_size(n, is_float64, "eigh");
   const std::vector<int64_t> shape = sizes_of(a);
-  Tensor values = torch::stable::new_empty(a, {shape.begin(), shape.end() - 1});
+  Tensor values = torch::stable::new_empty(a, sizes_of(a, 1));
   Tensor rows = torch::stable::new_empty(a, vectors ? shape : std::vector<int64_t>{0, 0});
-  Tensor info = torch::stable::new_zeros(a, {shape.begin(), shape.end() - 2}, ScalarType::Int);
+  Tensor info = torch::stable::new_zeros(a, sizes_of(a, 2), ScalarType::Int);
   if (a.numel() > 0) {
     const Tensor batch = as_batch(a);
     const auto run = [&]<class T>(T) {
@@ -95,8 +96,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   check_size(n, is_float64, "eig");
   const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
   const ScalarType complex_type = is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
-  Tensor values = torch::stable::new_empty(a, {shape.begin(), shape.end() - 1}, complex_type);
-  Tensor info = torch::stable::new_zeros(a, {shape.begin(), shape.end() - 2}, ScalarType::Int);
+  Tensor values = torch::stable::new_empty(a, sizes_of(a, 1), complex_type);
+  Tensor info = torch::stable::new_zeros(a, sizes_of(a, 2), ScalarType::Int);
   if (a.numel() > 0) {
     const Tensor batch = as_batch(a);
     const Tensor workspace = torch::stable::new_empty(a, {batch.size(0) * eig_workspace(n, is_float64)});
@@ -117,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
   const int64_t rows = a.size(-2), columns = a.size(-1), inner = complete ? rows : std::min(rows, columns);
   check_size(std::max(rows, columns), is_float64, "qr");
   std::vector<int64_t> shape = sizes_of(a);
-  Tensor info = torch::stable::new_zeros(a, {shape.begin(), shape.end() - 2}, ScalarType::Int);
+  Tensor info = torch::stable::new_zeros(a, sizes_of(a, 2), ScalarType::Int);
   shape[shape.size() - 2] = inner;
   Tensor r = torch::stable::new_empty(a, shape);
   shape[shape.size() - 2] = rows;

@@ -1,12 +1,15 @@
 // What ops.cu calls; solvers.cu is the one file that compiles the kernels. For the current device.
 #pragma once
 
-#include <cstddef>
+#include <string>
 
 #include "cuda/calls.h"
-#include "cuda/largest.h"
 
 namespace overtone::cuda {
+
+// The most rows or columns of matrices that the kernels of `op`, one of eigh, eig and qr, take: shared memory limits
+// it.
+int largest(const std::string& op, bool is_float64);
 
 // Numbers of global memory that a matrix takes.
 int64_t eig_workspace(int n, bool is_float64);

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from overtone import _extension
+from overtone.cuda_kernels import launches
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 
@@ -91,7 +92,7 @@ _NO_CUDA_KERNELS = (
 
 
 def _has_cuda_kernels() -> bool:
-    return hasattr(_extension.native, "cuda_largest")
+    return getattr(_extension.native, "has_cuda", False)
 
 
 def _cuda_status() -> BackendStatus:
@@ -100,7 +101,8 @@ def _cuda_status() -> BackendStatus:
     gpu = torch.cuda.get_device_name()
     if not _has_cuda_kernels():
         return BackendStatus(True, f"composed weights by batched products on {gpu}; linalg: {_NO_CUDA_KERNELS}")
-    largest = {op: cuda_largest(op, torch.float32) for op in ("eigh", "eig", "qr")}
+    limit = _shared_limit(torch.device("cuda"))
+    largest = {op: launches.largest(op, torch.float32, limit) for op in ("eigh", "eig", "qr")}
     return BackendStatus(
         True,
         f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
@@ -108,9 +110,10 @@ def _cuda_status() -> BackendStatus:
     )
 
 
-def cuda_largest(op: str, dtype: torch.dtype) -> int:
-    """The most rows or columns that the CUDA kernels of `op` take on the current device."""
-    return _extension.native.cuda_largest(op, dtype == torch.float64)  # type: ignore[union-attr]
+def _shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that the device gives a block."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", launches.SHARED_EVERYWHERE)  # older torch has it not
 
 
 _STATUS = {
@@ -191,8 +194,9 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
         return None
     if not _has_cuda_kernels():
         return _NO_CUDA_KERNELS
-    largest, size = cuda_largest(op, tensor.dtype), max(tensor.shape[-2:])
-    if size > largest:
+    size, limit = max(tensor.shape[-2:]), _shared_limit(tensor.device)
+    if launches.path(op, size, tensor.dtype, limit) is None:
+        largest = launches.largest(op, tensor.dtype, limit)
         return f"on this device it takes matrices of up to {largest} rows and columns, got {size}"
     if op == "eig" and tensor.requires_grad and torch.is_grad_enabled():
         return "it has eigenvalues without gradient only"

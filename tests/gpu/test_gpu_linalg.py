@@ -14,7 +14,8 @@ from test_qr import gallery as qr_gallery
 from test_spectrum import KINDS, draw
 
 import overtone as ot
-from overtone.backends import cuda_largest
+from overtone.backends import _shared_limit
+from overtone.cuda_kernels.launches import largest
 from overtone.ops import spectrum
 from overtone.reference import spectrum as reference
 
@@ -51,7 +52,7 @@ class TestGallery:
         assert_ratios(backward_errors(a, ot.linalg.eigvals(a.cuda(), backend="cuda").cpu()), names)
 
     def test_large_eigvals(self, dtype):
-        n = cuda_largest("eig", dtype)
+        n = largest("eig", dtype, _shared_limit(torch.device("cuda")))
         a = softmax(4, n, n, dtype=dtype)
         values = ot.linalg.eigvals(a.cuda(), row_stochastic=True, backend="cuda").cpu()
         assert_ratios(backward_errors(a[:1], values[:1, :: n // 3]))

@@ -1,6 +1,9 @@
 // The CUDA kernels of csrc/cuda, run on the host by host_cuda.h, for Python. Tensors come as addresses.
 #include <pybind11/pybind11.h>
 
+// The kernels copy bits of numbers, which is as good for Counted as it is for float.
+#pragma GCC diagnostic ignored "-Wclass-memaccess"
+#include "counted.h"
 #include "cuda/launch.h"
 #include "mistakes.h"
 
@@ -18,10 +21,13 @@ struct Runner {
   template <class Call>
   void operator()(void (*kernel)(Call), const Grid& grid, const Call& call) {
     const host_cuda::Launch launch{grid.blocks, grid.threads, grid.shared_bytes, order, seed};
+    host_cuda::tally = {};
     const host_cuda::Counts found = host_cuda::run(launch, [&] { kernel(call); });
     counts["block_barriers"] = found.block_barriers;
     counts["warp_barriers"] = found.warp_barriers;
     counts["shuffles"] = found.shuffles;
+    counts["flops"] = host_cuda::tally.flops;  // of Counted only
+    counts["shared"] = host_cuda::tally.loads + host_cuda::tally.stores;
   }
 };
 
@@ -103,6 +109,8 @@ PYBIND11_MODULE(host_cuda_kernels, m) {
       .value("none", Path::none);
   m.attr("SHARED_EVERYWHERE") = kSharedEverywhere;
   py::module_ float32 = m.def_submodule("float32"), float64 = m.def_submodule("float64");
+  py::module_ counted = m.def_submodule("counted");
+  define<host_cuda::Counted>(counted);
   define<float>(float32);
   define<double>(float64);
   m.def("mistake", [](const std::string& name, host_cuda::Order order, uint64_t seed) {

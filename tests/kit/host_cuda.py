@@ -73,8 +73,12 @@ class HostCuda:
     `order` is "forward", "reverse" or a seed. Results are NaN before the kernel writes them.
     """
 
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
+    def __init__(self, module: ModuleType, counts_work: bool = False) -> None:
+        self.module, self.counts_work = module, counts_work
+
+    def counting(self) -> HostCuda:
+        """The same for float32 only, with FLOPs and accesses to shared memory among the counts."""
+        return HostCuda(self.module, counts_work=True)
 
     def eigh(self, a: Tensor, path: str | None = None, order: str | int = "forward", upper=False, vectors=True):
         count, n, _ = a.shape
@@ -112,7 +116,7 @@ class HostCuda:
         return torch.frombuffer(bytearray(self.module.mistake(name, *self._order(order))), dtype=torch.float32)
 
     def _solver(self, a: Tensor):
-        return getattr(self.module, str(a.dtype).removeprefix("torch."))
+        return self.module.counted if self.counts_work else getattr(self.module, str(a.dtype).removeprefix("torch."))
 
     def _path(self, op: str, a: Tensor, path: str | None):
         if path is not None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 WARPS_PER_BLOCK = 4  # that have a matrix each
+SHARED_EVERYWHERE = 99 * 1024  # bytes that every architecture from sm_80 on gives a block
+MOST_ROWS = {"eigh": 256, "eig": 240, "qr": 32}
 FAR_WORK = {torch.float32: 46, torch.float64: 43}  # numbers that the chief's message to the block takes
 
 
@@ -43,13 +45,28 @@ class Launch(NamedTuple):
     def shared_bytes(self) -> int:
         """Of a block."""
         n, scratch = self.n, 0 if self.path == "warp" else 16
-        dense = n * (n | 1)
+        dense, packed = n * (n | 1), n * (n + 7) // 2
         numbers = {
             "eigh": scratch + dense + 9 * n + 1,
-            "eig": scratch + FAR_WORK[self.dtype] + 4 * n + 1 + (n * (n + 7) // 2 if self.path == "packed" else dense),
+            "eig": scratch + FAR_WORK[self.dtype] + (2 * n + packed if self.path == "packed" else 4 * n + dense),
             "qr": 2 * dense + 64,
         }[self.op]
         return numbers * self.dtype.itemsize * self.matrices_per_block
+
+
+def path(op: str, n: int, dtype: torch.dtype, shared_limit: int) -> str | None:
+    """Who works on a matrix where a block may have `shared_limit` bytes; None if it is too large for the kernels."""
+    if n <= 32 or op == "qr":
+        return "warp" if n <= 32 else None
+    if n > MOST_ROWS[op]:
+        return None
+    paths = ("block",) if op == "eigh" else ("block", "packed")
+    return next((name for name in paths if Launch(op, name, n, dtype).shared_bytes <= shared_limit), None)
+
+
+def largest(op: str, dtype: torch.dtype, shared_limit: int) -> int:
+    """The most rows or columns of matrices that the kernels take."""
+    return next(n for n in range(MOST_ROWS[op], 0, -1) if path(op, n, dtype, shared_limit) is not None)
 
 
 def shipped(dtype: torch.dtype) -> list[Launch]:

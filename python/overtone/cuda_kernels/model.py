@@ -38,9 +38,10 @@ ASSUMPTIONS = (
     f"barrier of a warp {WARP_BARRIER}, of a block {BLOCK_BARRIER}; sweeps as counted on random matrices"
 )
 
-# Sweeps per eigenvalue, and the mean length of one as a share of n, on random matrices.
-QL_SWEEPS, QL_LENGTH = 1.6, 0.5
-FRANCIS_SWEEPS, FRANCIS_LENGTH = 1.45, 0.55
+# Sweeps per eigenvalue, and the mean length of one of QL's as a share of n, on random matrices. Those of Francis shrink
+# evenly from n to nothing.
+QL_SWEEPS, QL_LENGTH = 1.75, 0.6
+FRANCIS_SWEEPS = 1.6
 REFLECTORS = 8  # between two barriers
 
 
@@ -61,6 +62,15 @@ class Prediction(NamedTuple):
     milliseconds: float
 
 
+def _squares(n: int) -> int:
+    """2² + … + (n − 1)²"""
+    return (n - 1) * n * (2 * n - 1) // 6 - 1
+
+
+def _threads(n: int) -> int:
+    return -(-n // 32) * 32
+
+
 def eigh_barriers(n: int, sweeps: float) -> float:
     """Of a matrix with eigenvectors, n ≥ 2; a reduction is one."""
     load, store = 2, 1
@@ -72,49 +82,101 @@ def eigh_reductions(n: int, sweeps: float) -> float:
     return 1 + 2 * (n - 2) + 2 * sweeps + 1
 
 
+def eigh_flops(n: int, sweeps: float, steps: float) -> float:
+    """6 i² and 4 i² in step i of the reduction and of forming Q; a step of QL is run by all threads and rotates n."""
+    threads = _threads(n)
+    reduction = 6 * _squares(n) - 4 * (n - 1) ** 2 + 30 * threads * (n - 2)
+    return 2 * n * n + reduction + 4 * _squares(n) + 12 * threads * sweeps + (18 * threads + 6 * n) * steps
+
+
+def eigh_shared(n: int, sweeps: float, steps: float) -> float:
+    """Loads and stores of single numbers."""
+    threads = _threads(n)
+    per_reduction = threads * (threads // 32) if n > 32 else 0
+    reduction = 5 * _squares(n) - 3 * (n - 1) ** 2 + (n - 2) * (3.5 * n + threads + 2 * per_reduction)
+    per_sweep = 5 * n + 3 * threads + 2 * per_reduction
+    return 6 * n * n + reduction + 5 * _squares(n) + per_sweep * sweeps + (2 * threads + 2 * n + 2) * steps
+
+
 def eigh_work(n: int, path: str) -> Work:
     sweeps = QL_SWEEPS * n
     steps = sweeps * QL_LENGTH * n
-    barrier = WARP_BARRIER if path == "warp" else BLOCK_BARRIER
-    # n³/3 elements pass through the tridiagonal reduction, as many form Q, and a step rotates n of them.
-    elements = n**3 / 3
-    shared = 5 * elements + 5 * elements + steps * (2 * n + 2 * n)
-    flops = 6 * elements + 4 * elements + steps * n * (6 + 20)  # the recurrence is run by every thread
     barriers = eigh_barriers(n, sweeps)
-    recurrence = ROOT + DIVIDE + 9 * ADD
     cycles = (
-        barriers * barrier
+        barriers * (WARP_BARRIER if path == "warp" else BLOCK_BARRIER)
         + eigh_reductions(n, sweeps) * 5 * SHUFFLE
         + n**2 / 2 * UNROLLED * 3  # a thread's passes over its rows and columns
         + n * (ROOT + 2 * DIVIDE)
-        + steps * recurrence
+        + steps * (ROOT + DIVIDE + 9 * ADD)
     )
-    return Work(barriers, shared, flops, cycles)
+    return Work(barriers, eigh_shared(n, sweeps, steps), eigh_flops(n, sweeps, steps), cycles)
+
+
+class Francis(NamedTuple):
+    """Of one matrix: `steps` of the bulge, `elements` that their reflectors meet (rows and columns of the window)."""
+
+    sweeps: float
+    steps: float
+    elements: float
+    groups: float  # of reflectors that a block applies together
+
+    @classmethod
+    def of(cls, n: int, sweeps_per_eigenvalue: float = FRANCIS_SWEEPS) -> Francis:
+        sweeps, steps = sweeps_per_eigenvalue * n, sweeps_per_eigenvalue * n**2 / 2
+        return cls(sweeps, steps, sweeps_per_eigenvalue * n**3 / 3, steps / REFLECTORS + sweeps / 2)
+
+
+def eigvals_barriers(n: int, path: str, francis: Francis) -> float:
+    """Of the team: warp barriers of a warp, block barriers of a block."""
+    reduction = 6 * (n - 2) + 5
+    if path == "warp":
+        return reduction + 2 * francis.steps + 5 * francis.sweeps + 1.5 * n
+    return reduction + 2 * francis.groups
+
+
+def eigvals_flops(n: int, path: str, francis: Francis) -> float:
+    """A reflector is made by the 32 lanes of a warp and takes 10 operations per element."""
+    threads = _threads(n)
+    sizes = n * (n - 1) // 2 - 1  # 2 + … + (n − 1)
+    reduction = 4 * n * sizes + 6 * _squares(n) + 25 * threads * (n - 2)
+    if path == "packed":
+        reduction += 5 * 32 * n * (n - 2)  # rows of global memory are summed by warps, with five shuffles each
+    return reduction + 32 * 15 * francis.steps + 10 * (francis.elements + 4 * francis.steps) + 1400 * francis.sweeps
+
+
+def eigvals_shared(n: int, path: str, francis: Francis) -> float:
+    """Loads and stores of single numbers."""
+    threads = _threads(n)
+    sizes = n * (n - 1) // 2 - 1
+    in_shared = 5 * n * sizes + 4 * _squares(n)
+    reduction = 2 * n * sizes + 3 * _squares(n) if path == "packed" else in_shared
+    per_reduction = 0 if path == "warp" else threads * (threads // 32)
+    reduction += (n - 2) * (5 * n + 2 * threads + 3 * per_reduction)
+    made = 32 * 3 * francis.steps + 32 * 15 * francis.sweeps
+    if path == "warp":
+        return reduction + made + 6 * (francis.elements + 4 * francis.steps)
+    near = 15  # elements that the chief's reflector meets
+    far = francis.elements - 11 * francis.steps
+    # Ten elements loaded and stored, and eight reflectors of five numbers, per eight reflectors.
+    return reduction + made + (6 * near + 5) * francis.steps + 60 / REFLECTORS * far
 
 
 def eigvals_work(n: int, path: str) -> Work:
-    sweeps = FRANCIS_SWEEPS * n
-    steps = sweeps * FRANCIS_LENGTH * n
-    is_warp = path == "warp"
-    barrier = WARP_BARRIER if is_warp else BLOCK_BARRIER
-    groups = 0 if is_warp else steps / REFLECTORS
-    reduction_barriers = 5 * (n - 2) + 8
-    barriers = reduction_barriers + 2 * groups + (2 * steps if is_warp else 0)
-    elements = n**3 / 3 * 2.5  # that the reduction to Hessenberg form reads twice and changes once
-    far = steps * n * FRANCIS_LENGTH * 2  # elements that a step's reflector changes: a row's and a column's part
-    shared = 4 * elements + far * (2 if is_warp else 2 * (REFLECTORS + 2) / REFLECTORS / 3) * 3
-    flops = 8 * elements / 2 + far * 10
+    francis = Francis.of(n)
+    barrier = WARP_BARRIER if path == "warp" else BLOCK_BARRIER
     reflector = ROOT + DIVIDE + 8 * ADD + SHARED
     near = reflector + 2 * (2 * SHARED + 5 * ADD + WARP_BARRIER)
-    far_pass = 2 * SHARED + REFLECTORS * 4 * ADD
+    far_pass = 0 if path == "warp" else 2 * BLOCK_BARRIER + 2 * SHARED + REFLECTORS * 4 * ADD
     cycles = (
-        reduction_barriers * (barrier + 3 * SHUFFLE)
+        (6 * n + 5) * (barrier + 3 * SHUFFLE)
         + n**2 * UNROLLED * 1.25
-        + steps * near
-        + groups * (2 * BLOCK_BARRIER + far_pass)
-        + sweeps * 3 * (5 * SHUFFLE + 2 * SHARED)  # the search for windows, the shifts
+        + francis.steps * near
+        + francis.groups * far_pass
+        + francis.sweeps * 3 * (5 * SHUFFLE + 2 * SHARED)  # the search for windows, the shifts
     )
-    return Work(barriers, shared, flops, cycles)
+    return Work(
+        eigvals_barriers(n, path, francis), eigvals_shared(n, path, francis), eigvals_flops(n, path, francis), cycles
+    )
 
 
 def predict(op: str, count: int, n: int, gpu: Gpu) -> Prediction:
