@@ -68,7 +68,7 @@ class Plan:
         if data not in RECIPES:
             raise ConfigError(f"data: got {data!r}, wanted one of {', '.join(RECIPES)}")
         recipe = RECIPES[data] | (QUICK if quick else {}) | ({} if epochs is None else {"epochs": epochs})
-        config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)
+        config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)  # type: ignore[arg-type]
         seeds = (1 if quick else 3) if seeds is None else seeds
         if seeds < 1:
             raise ConfigError(f"seeds: got {seeds}, wanted at least 1")

@@ -125,7 +125,9 @@ def untrained_table(results: Results) -> Table:
         ("‖HFC‖/‖LFC‖", f"{norm}-norm, {regime}, LayerNorm {sign:+d}"): curve
         for (norm, regime, sign), curve in untrained.norm_signs.items()
     }
-    rows = [[*names, layer, value] for names, curve in curves.items() for layer, value in enumerate(curve)]
+    rows: list[list[Cell]] = [
+        [*names, layer, value] for names, curve in curves.items() for layer, value in enumerate(curve)
+    ]
     return Table("Without training: random weights and tokens", ["metric", "model", "layer", "value"], rows)
 
 

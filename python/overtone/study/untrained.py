@@ -66,8 +66,10 @@ def token_similarity(norm: str, tau: float | None, depth: int) -> Curve:
 
     Weights are Xavier's, as in classic Transformers. tau: de-escalation after every block, None for none.
     """
-    method = {} if tau is None else {"method": "de_escalation", "strength": tau}
-    model = VisionTransformer(128, 16, 0, dim=192, num_heads=3, depth=depth, norm=norm, **method).eval()
+    method = "plain" if tau is None else "de_escalation"
+    model = VisionTransformer(
+        128, 16, 0, dim=192, num_heads=3, depth=depth, norm=norm, method=method, strength=tau
+    ).eval()  # fmt: skip
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
