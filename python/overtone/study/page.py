@@ -22,7 +22,8 @@ to one, or the rank falls to one, tokens become equal. Lines are means over imag
 SIGN = """\
 A stream of attention layers alone, the same tokens, bases and |λ| in every curve; only signs differ. Before attention,
 a negative LayerNorm weight multiplies the eigenvalues by −1: a smoothing spectrum sharpens, a sharpening one smooths.
-After attention it flips all tokens, and nothing else. SignedLayerNorm keeps the sign that was asked for."""
+After attention it flips all tokens, and nothing else. SignedLayerNorm keeps the sign that was asked for.
+Where two curves should be one, the dashed lies on the other."""
 SIMILARITY = """\
 No data and no training: noise through deep ViTs with Xavier's weights. Similarity escalates layer by layer, faster
 where LayerNorm comes after each update; (I − τΠ) after every block takes a share τ of the tokens' mean off. The paper
