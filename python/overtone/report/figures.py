@@ -98,7 +98,7 @@ def curves(
         axes.set(xlabel=x, ylabel=y)
         axes.locator_params(axis="x", integer=True)
         if len(lines) > 1:
-            axes.legend()
+            axes.legend(handlelength=3)  # long enough to show dashes
         return _finish(canvas, name, title, alt)
 
 

@@ -33,7 +33,7 @@ nav ul { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: .6rem 0; ma
 a { color: var(--sharpen); }
 section { margin-bottom: 3rem; }
 section > p { max-width: 46rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1rem;
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); gap: 1rem;
   margin: 1rem 0; align-items: start; }
 figure { margin: 0; padding: .8rem; background: var(--card); border: 1px solid var(--grid); border-radius: .6rem; }
 figure svg { display: block; width: 100%; height: auto; }
@@ -44,7 +44,8 @@ figcaption { margin-top: .5rem; color: var(--muted); font-size: .9rem; line-heig
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { padding: .7rem .8rem; text-align: left; font-weight: 600; }
 th, td { padding: .3rem .8rem; white-space: nowrap; border-top: 1px solid var(--grid); text-align: right; }
-th[scope="row"], th:first-child, td.text { text-align: left; }
+th[scope="row"], th:first-child, th.text, td.text { text-align: left; }
+td.long { white-space: normal; min-width: 14rem; }
 th { font-weight: 600; }
 thead th { color: var(--muted); }
 .note { color: var(--muted); font-size: .9rem; }

@@ -50,7 +50,11 @@ class Table:
         return text.getvalue()
 
     def html(self) -> str:
-        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
+        is_text = [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+        head = "".join(
+            f'<th scope="col"{" class=text" if text else ""}>{escape(column)}</th>'
+            for column, text in zip(self.columns, is_text, strict=True)
+        )
         body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
@@ -74,7 +78,12 @@ def shown(cell: Cell) -> str:
 def _cells(row: Sequence[Cell]) -> str:
     """The first cell names the row."""
     first, *others = row
-    cells = "".join(
-        f'<td class="{"text" if isinstance(cell, str) else "number"}">{escape(shown(cell))}</td>' for cell in others
-    )
+    cells = "".join(f'<td class="{_kind(cell)}">{escape(shown(cell))}</td>' for cell in others)
     return f'<th scope="row">{escape(shown(first))}</th>{cells}'
+
+
+def _kind(cell: Cell) -> str:
+    """The class of a cell; sentences may take several lines."""
+    if not isinstance(cell, str):
+        return "number"
+    return "text long" if len(cell) > 32 else "text"

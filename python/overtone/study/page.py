@@ -19,10 +19,15 @@ which always smooths; ViT⁻ has eigenvalues in [−1, 0), which never does."""
 TOKENS = """\
 Tokens split into their mean (LFC) and the rest (HFC). Where ‖HFC‖/‖LFC‖ falls to zero, the cosine between tokens rises
 to one, or the rank falls to one, tokens become equal. Lines are means over images and seeds."""
+CONFOUNDED = """\
+Two cautions. The spectra of ViT⁺ and ViT⁻ start larger than the free weights of ViT do, so their lead over ViT, largest
+with little data, may be one of the start and not of the sign. And the recipe was chosen by short runs that were
+judged on these same test images: there is no third set."""
 SIGN = """\
 A stream of attention layers alone, the same tokens, bases and |λ| in every curve; only signs differ. Before attention,
 a negative LayerNorm weight multiplies the eigenvalues by −1: a smoothing spectrum sharpens, a sharpening one smooths.
-After attention it flips all tokens, and nothing else. SignedLayerNorm keeps the sign that was asked for."""
+After attention it flips all tokens, and nothing else. SignedLayerNorm keeps the sign that was asked for.
+Where two curves should be one, the dashed lies on the other."""
 SIMILARITY = """\
 No data and no training: noise through deep ViTs with Xavier's weights. Similarity escalates layer by layer, faster
 where LayerNorm comes after each update; (I − τΠ) after every block takes a share τ of the tokens' mean off. The paper
@@ -105,6 +110,7 @@ def _less_data_words(results: Results) -> list[str]:
         "Parts of the training images, the same of every class, nested; the test images are the same. Epochs: "
         + ", ".join(f"{count} with {share}" for share, count in epochs.items())
         + ". Accuracies on other data cannot be compared with the paper's; the order of the models can.",
+        *([CONFOUNDED] if results.plan.config.eigenvalue_size else []),
         *(
             ranking(
                 f"With {100 * fraction:g} % of the data",
