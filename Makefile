@@ -2,7 +2,7 @@
 #     make setup | study | test | bench | lint | clean          PYTHON=python3.11 names another Python
 PYTHON ?= python3
 RUN := .venv/bin/python
-CPP := $(shell find csrc tests/host_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc $(wildcard tests/host_cuda) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # What the build depends on besides files; see the table in setup.py.
 SWITCHES := $(CXX) $(foreach name,SKIP_EXTENSION CUDA CUDA_ARCHS SANITIZE DEBUG,$(name)=$(OVERTONE_$(name)))
 
@@ -29,8 +29,9 @@ study: setup
 bench: setup
 	@$(RUN) -m overtone bench
 
+# A process per core, a file at a time; threads that wait for work must not spin on the other process's core.
 test: setup lint
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 lint: .venv/requirements.done
 	@echo "overtone: ruff, clang-format, mypy"
