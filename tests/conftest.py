@@ -7,6 +7,10 @@ from collections import Counter, defaultdict
 
 # oneDNN's AMX path dies with SIGILL on some virtual machines; torch reads this when it is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# torch.compile's caches of whole graphs outlive a process and know nothing of our fakes: a changed one would meet code
+# that was compiled for the former.
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402

@@ -235,11 +235,15 @@ def case_a_nan_query_stays_in_its_row(tokens):
     assert torch.equal(y[0, rows], clean[0, rows])
 
 
-@pytest.mark.parametrize("factor", [1e3, 1e-3])
+@pytest.mark.parametrize("factor", [2.0**10, 2.0**-10])
 def case_large_and_small_logits(factor):
-    args = list(random_call(batch=1))
-    args[0] = (factor * args[0].detach()).requires_grad_()
-    check(tuple(args))
+    """Queries and keys are multiples of 1/8: any order of summation gives the same logits.
+
+    Backward computes them again, and numpy's order, the interpreter's, depends on the tile's shape and the machine.
+    """
+    query, key, *rest = random_call(batch=1)
+    query, key = ((8 * x.detach()).round() / 8 for x in (query, key))
+    check(((factor * query).requires_grad_(), key.requires_grad_(), *rest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -106,7 +106,7 @@ def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
         return known[0]
     _raise_unless(v.isfinite().all(-1).all(-1), lambda _: "is not finite")
     if backend == "reference":
-        inverse = _plain_inverse(v)
+        inverse = reference.linalg.inverse(v)
     else:
         inverse = invert(v)
     condition = torch.linalg.matrix_norm(v, 1) * torch.linalg.matrix_norm(inverse, 1)
@@ -126,12 +126,6 @@ def _raise_unless(holds: Tensor, complaint: Callable[[tuple[int, ...]], str]) ->
     if not holds.all():
         first = tuple((~holds).nonzero()[0].tolist())
         raise torch.linalg.LinAlgError(f"inverse_basis: v: basis {first or ''} {complaint(first)}".replace("  ", " "))
-
-
-def _plain_inverse(v: Tensor) -> Tensor:
-    """R⁻¹ Qᵀ. Not torch.linalg.inv, whose row interchanges in MKL were seen to hang on two threads."""
-    q, r = torch.linalg.qr(v)
-    return torch.linalg.solve_triangular(r, q.mT, upper=True)
 
 
 def _fake_orthonormal(theta, cache):
@@ -184,7 +178,7 @@ def _inverse_backward(ctx, grad):
     v, inverse = ctx.saved_tensors
     with torch.autocast(v.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return (*library.differentiable_gradient(_plain_inverse, (v,), (grad,)), None, None)
+            return (*library.differentiable_gradient(reference.linalg.inverse, (v,), (grad,)), None, None)
         return -inverse.mT @ grad @ inverse.mT, None, None
 
 

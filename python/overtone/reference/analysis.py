@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overtone.reference.linalg import eig_ex
+from overtone.reference.linalg import eig_ex, inverse
 
 
 class Verdict(IntEnum):
@@ -115,9 +115,8 @@ def matrix_eigenvalues(matrix: Tensor) -> Eigenvalues:
     times how far the matrix is off: the rounding of its entries to their dtype, and the solver's backward error.
     """
     values, vectors, _ = eig_ex(matrix.to(torch.complex128 if matrix.is_complex() else torch.float64))
-    left, defective = torch.linalg.inv_ex(vectors)
-    condition = torch.linalg.vector_norm(vectors, dim=-2) * torch.linalg.vector_norm(left, dim=-1)
-    condition = bounded_condition(condition.masked_fill((defective != 0)[..., None], math.inf))
+    condition = torch.linalg.vector_norm(vectors, dim=-2) * torch.linalg.vector_norm(inverse(vectors), dim=-1)
+    condition = bounded_condition(condition.nan_to_num(math.inf, posinf=math.inf))
     rounding = torch.finfo(matrix.dtype).eps + matrix.shape[-1] * torch.finfo(torch.float64).eps
     size = torch.linalg.matrix_norm(matrix.to(vectors.dtype))
     return Eigenvalues(values, condition * rounding * size[..., None])

@@ -81,6 +81,15 @@ def eigvals(A: Tensor, *, row_stochastic: bool = False) -> Tensor:
     return _checked("eigvals", eigvals_ex(A, row_stochastic=row_stochastic))[0]
 
 
+def inverse(matrix: Tensor) -> Tensor:
+    """R⁻¹ Qᴴ; entries are not finite where it is singular.
+
+    Not torch.linalg.inv: MKL's LU was seen to hang, and to give pivots out of range, on two threads.
+    """
+    q, r = torch.linalg.qr(matrix)
+    return torch.linalg.solve_triangular(r, q.mH, upper=True)
+
+
 def qr(A: Tensor, mode: str = "reduced") -> QRResult:
     """A = QR with diag(R) > 0, which makes it unique: Q [..., m, k], R [..., k, n], k = min(m, n).
 
