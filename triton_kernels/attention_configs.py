@@ -46,8 +46,8 @@ TILES = {
 # instructions for float32, and its registers do not hold a tile of wide heads then (16 × 16 logits spill 164 bytes).
 # Not derived yet, but taken over from an older search because they fit: half precision on gfx1100 from "masked
 # key_value_gradient" down; on sm_80 "half 128" from "plain key_value_gradient" down, "tf32 64 query_gradient" and
-# "tf32 128" but for heads_gradient; on sm_90 "half 128 plain query_gradient" and tf32's last gradients of 128; on gfx942
-# "half basis_gradient": the script's 32.32.32 loads no vectors of 16 bytes.
+# "tf32 128" but for heads_gradient; on sm_90 "half 128 plain query_gradient" and tf32's last gradients of 128;
+# on gfx942 "half basis_gradient": the script's 32.32.32 loads no vectors of 16 bytes.
 _TABLE = """
 dtype width mask   kernel             sm_80         sm_90         gfx942        gfx1100
 half  any   any    projection         128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.32.8.3
