@@ -31,7 +31,7 @@ def plain_qr(theta):
     return reference.linalg.qr(theta).Q
 
 
-OPS = {"orthonormal": (by_qr, plain_qr), "inverse": (by_inverse, basis._plain_inverse)}
+OPS = {"orthonormal": (by_qr, plain_qr), "inverse": (by_inverse, ot.reference.linalg.inverse)}
 
 
 def draw(shape, dtype=torch.float32, seed=0):
