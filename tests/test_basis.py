@@ -12,7 +12,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import overtone as ot
 from overtone import reference
-from overtone.ops import basis
 from overtone.ops.basis import BasisCache, inverse_basis, orthonormal_basis
 
 BACKENDS = ("cpu", "reference")
@@ -31,7 +30,7 @@ def plain_qr(theta):
     return reference.linalg.qr(theta).Q
 
 
-OPS = {"orthonormal": (by_qr, plain_qr), "inverse": (by_inverse, ot.reference.linalg.inverse)}
+OPS = {"orthonormal": (by_qr, plain_qr), "inverse": (by_inverse, reference.linalg.inverse)}
 
 
 def draw(shape, dtype=torch.float32, seed=0):
