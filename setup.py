@@ -79,10 +79,8 @@ def check_compiler() -> None:
         fail(f"the compiler {compiler[0]!r} does not compile C++20; {way_out}")
 
 
-def cuda_obstacle(torch, sources: list[str]) -> str | None:
+def cuda_obstacle(torch) -> str | None:
     """Why CUDA kernels cannot be built here, or None if they can."""
-    if not sources:
-        return "this version has no CUDA kernels"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not a CUDA build; install one that is"
     if shutil.which("nvcc") is None and "CUDA_HOME" not in os.environ:
@@ -96,10 +94,9 @@ def cuda_sources(torch) -> list[str]:
     if choice == "0":
         return []
     choose_cuda_architectures()
-    sources = files_below_csrc(".cu")
-    obstacle = cuda_obstacle(torch, sources)
+    obstacle = cuda_obstacle(torch)
     if obstacle is None:
-        return sources
+        return files_below_csrc(".cu")
     if choice == "1":
         fail(f"OVERTONE_CUDA=1: {obstacle}")
     return []
