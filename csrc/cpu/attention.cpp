@@ -13,16 +13,23 @@
 namespace overtone {
 namespace {
 
-const AttentionKernels& kernels(const char* op) {
+const AttentionKernels& kernels(const char* op, ElementType type) {
 #if defined(__x86_64__)
-  static const AttentionKernels* const table[kIsaCount] = {&baseline::attention_kernels, &avx2::attention_kernels,
-                                                           &avx512::attention_kernels};
+  static const AttentionKernels* const table[kVectorLevels] = {&baseline::attention_kernels, &avx2::attention_kernels,
+                                                               &avx512::attention_kernels};
+  static const AttentionKernels* const amx_kernels = &amx::attention_kernels;
 #else
-  static const AttentionKernels* const table[kIsaCount] = {&baseline::attention_kernels, nullptr, nullptr};
+  static const AttentionKernels* const table[kVectorLevels] = {&baseline::attention_kernels, nullptr, nullptr};
+  static const AttentionKernels* const amx_kernels = nullptr;
 #endif
-  const AttentionKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
+  const AttentionKernels* chosen = &for_current_isa(table);
+  if (type == ElementType::bfloat16 && current_isa() == Isa::amx) {
+    chosen = amx_kernels;
+  } else if (type == ElementType::bfloat16 && current_isa() == Isa::amx_emulated) {
+    chosen = &amx_emulated::attention_kernels;
+  }
+  note_kernel(op, chosen->level);
+  return *chosen;
 }
 
 // Every thread takes items until there are none left, whatever range it was given.
@@ -97,14 +104,27 @@ Tensor packed_weight(const AttentionKernels& run, WeightPacking packing, const T
   return packed;
 }
 
+// All tokens' gradients as the right operand of a product of tiles.
+std::optional<Tensor> packed_gradient(const AttentionKernels& run, const AttentionShape& shape, const void* grad,
+                                      const Tensor& like) {
+  WeightPacking packing;
+  packing.rows = shape.batch * shape.queries;
+  packing.columns = shape.channels;
+  packing.data = grad;
+  packing.type = ElementType::float32;
+  packing.row_stride = shape.channels;
+  packing.column_stride = 1;
+  return packed_weight(run, packing, like, ScalarType::Float);
+}
+
 // Queries of one item: whole images where there are enough of them, else as few as give every thread two items.
-int64_t query_block(const AttentionShape& shape) {
+int64_t query_block(const AttentionShape& shape, int64_t multiple) {
   constexpr int64_t kMost = 384;
   constexpr int64_t kLeast = 48;
   const int64_t items = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
   const int64_t blocks = std::max((shape.queries + kMost - 1) / kMost, items / std::max<int64_t>(1, shape.batch));
   const int64_t even = (shape.queries + blocks - 1) / std::max<int64_t>(1, blocks);
-  return std::max(kLeast, (even + 7) / 8 * 8);
+  return std::max(kLeast, (even + multiple - 1) / multiple * multiple);
 }
 
 // The norms of y, taken image by image.
@@ -148,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   if (residual.has_value()) {
     check_like(*residual, "residual", y_shape, in.scalar_type, op);
   }
-  const auto& run = kernels(op);
+  const auto& run = kernels(op, in.type);
   const auto allocate = [&](bool wanted, const std::vector<int64_t>& size) {
     return torch::stable::new_empty(query, wanted ? size : std::vector<int64_t>{0}, in.statistics);
   };
@@ -170,7 +190,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   const Tensor weight = packed_weight(run, packing, query, in.statistics);
 
   AttentionForward attention{in};
-  attention.query_block = query_block(shape);
+  attention.query_block = query_block(shape, run.uses_tiles ? 32 : 8);
   attention.weight = weight.data_ptr();
   if (residual.has_value()) {
     attention.residual = residual->data_ptr();
@@ -258,7 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     total_grad = total_gradient(grad_y, *grad_low, *grad_high, y, low, high, op);
   }
   const void* grad = has_norms ? total_grad.data_ptr() : grad_y->data_ptr();
-  const auto& run = kernels(op);
+  const auto& run = kernels(op, in.type);
   const auto allocate = [&](int64_t need, const std::vector<int64_t>& size, ScalarType type) {
     return torch::stable::new_empty(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
   };
@@ -270,10 +290,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
   };
 
   if ((needs & (kBasis | kEigenvalues)) != 0) {
+    const std::optional<Tensor> packed_grad = run.uses_tiles ? packed_gradient(run, shape, grad, query) : std::nullopt;
     BasisBackward backward;
     backward.shape = shape;
     backward.type = in.type;
+    backward.feature_block = run.feature_block;
     backward.grad_y = grad;
+    backward.packed_grad = packed_grad.has_value() ? packed_grad->data_ptr() : nullptr;
     backward.heads = heads.data_ptr();
     backward.eigenvalues = eigenvalues.data_ptr();
     backward.basis = basis.data_ptr();
@@ -293,7 +316,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     packing.column_stride = basis.stride(0);
     packing.column_scale = eigenvalues.data_ptr();
     const Tensor weight = packed_weight(run, packing, query, in.statistics);
-    Tensor grad_heads = torch::stable::new_empty(query, sizes_of(heads), in.statistics);
+    Tensor grad_heads =
+        torch::stable::new_empty(query, sizes_of(heads), run.uses_tiles ? in.scalar_type : in.statistics);
     HeadsBackward projection;
     projection.shape = shape;
     projection.is_float64 = in.type == ElementType::float64;

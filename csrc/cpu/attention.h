@@ -50,6 +50,7 @@ struct AttentionMask {
 // Tokens of one item of heads_backward, features of one item of basis_backward.
 constexpr int64_t kTokenBlock = 192;
 constexpr int64_t kFeatureBlock = 48;
+constexpr int64_t kTileFeatureBlock = 32;  // where the kernels use tiles
 
 struct AttentionInputs {
   AttentionShape shape;
@@ -85,7 +86,7 @@ struct HeadsBackward {
   bool is_float64 = false;
   const void* grad_y = nullptr;  // [batch, queries, channels] contiguous, of the statistics' type
   const void* weight = nullptr;  // Uᵀ diag(λ), packed by pack_weight
-  void* grad_heads = nullptr;    // [batch, queries, features]
+  void* grad_heads = nullptr;    // [batch, queries, features], of the statistics' type; with tiles bfloat16
 
   int64_t items() const { return (shape.batch * shape.queries + kTokenBlock - 1) / kTokenBlock; }
 };
@@ -94,7 +95,9 @@ struct HeadsBackward {
 struct BasisBackward {
   AttentionShape shape;
   ElementType type;  // of the basis
+  int64_t feature_block = kFeatureBlock;
   const void* grad_y = nullptr;
+  const void* packed_grad = nullptr;  // with tiles: grad_y, packed by pack_weight
   const void* heads = nullptr;
   const void* eigenvalues = nullptr;  // [features], of the statistics' type
   const void* basis = nullptr;        // [features, channels] with strides
@@ -102,14 +105,14 @@ struct BasisBackward {
   void* grad_basis = nullptr;        // [features, channels] contiguous, of the statistics' type
   void* grad_eigenvalues = nullptr;  // [features], of the statistics' type
 
-  int64_t items() const { return (shape.features() + kFeatureBlock - 1) / kFeatureBlock; }
+  int64_t items() const { return (shape.features() + feature_block - 1) / feature_block; }
 };
 
 // ∂query, ∂key, ∂value of one image and head from ∂heads; what is not wanted is null.
 struct AttentionBackward : AttentionInputs {
   const void* heads = nullptr;
   const void* softmax_rows = nullptr;
-  const void* grad_heads = nullptr;
+  const void* grad_heads = nullptr;  // as heads_backward left it
   HeadTensor grad_query{}, grad_key{}, grad_value{};
   void* grad_logits = nullptr;  // [batch, heads, queries, keys], of the statistics' type: only for a bias' gradient
 
@@ -131,6 +134,8 @@ struct WeightPacking {
 
 struct AttentionKernels {
   const char* level;
+  bool uses_tiles;        // AMX's, for bfloat16 alone
+  int64_t feature_block;  // features of one item of basis_backward
   int64_t (*packed_size)(const WeightPacking&);
   int64_t (*panels)(const WeightPacking&);  // items of pack_weight
   void (*pack_weight)(const WeightPacking&, WorkQueue&);
@@ -147,6 +152,12 @@ namespace avx2 {
 extern const AttentionKernels attention_kernels;
 }
 namespace avx512 {
+extern const AttentionKernels attention_kernels;
+}
+namespace amx {
+extern const AttentionKernels attention_kernels;
+}
+namespace amx_emulated {
 extern const AttentionKernels attention_kernels;
 }
 

@@ -273,6 +273,33 @@ void heads_backward_items(const HeadsBackward& call, WorkQueue& queue) {
   }
 }
 
+// ∂U and ∂λ from rows of M, `ld` apart, of features from `first` on.
+template <class T>
+void store_basis_gradient(const BasisBackward& call, int64_t first, int64_t rows, const Accumulator<T>* sums,
+                          int64_t ld) {
+  using A = Accumulator<T>;
+  const int64_t channels = call.shape.channels;
+  const A* eigenvalues = static_cast<const A*>(call.eigenvalues);
+  for (int64_t row = 0; row < rows; ++row) {
+    const A* sum = sums + row * ld;
+    const int64_t feature = first + row;
+    if (call.grad_eigenvalues != nullptr) {
+      const T* basis = static_cast<const T*>(call.basis) + feature * call.basis_strides[0];
+      double dot = 0;
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        dot += static_cast<double>(sum[channel]) * widen(basis[channel * call.basis_strides[1]]);
+      }
+      static_cast<A*>(call.grad_eigenvalues)[feature] = static_cast<A>(dot);
+    }
+    if (call.grad_basis != nullptr) {
+      A* grad_basis = static_cast<A*>(call.grad_basis) + feature * channels;
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        grad_basis[channel] = sum[channel] * eigenvalues[feature];
+      }
+    }
+  }
+}
+
 // M = headsᵀ G for a block of features, and from it ∂U and ∂λ.
 template <class T>
 void basis_backward_items(const BasisBackward& call, WorkQueue& queue) {
@@ -300,25 +327,7 @@ void basis_backward_items(const BasisBackward& call, WorkQueue& queue) {
       gemm<A, Operand::columns>(rows, static_cast<int>(padded_channels / kLanes<A>), depth, heads, kFeatureBlock,
                                 gradients.data, gradients.ld, AddTo<A>{sums, padded_channels});
     }
-    const A* eigenvalues = static_cast<const A*>(call.eigenvalues);
-    for (int64_t row = 0; row < rows; ++row) {
-      const A* sum = sums + row * padded_channels;
-      const int64_t feature = first + row;
-      const T* basis = static_cast<const T*>(call.basis) + feature * call.basis_strides[0];
-      double dot = 0;
-      for (int64_t channel = 0; channel < shape.channels; ++channel) {
-        dot += static_cast<double>(sum[channel]) * widen(basis[channel * call.basis_strides[1]]);
-      }
-      if (call.grad_eigenvalues != nullptr) {
-        static_cast<A*>(call.grad_eigenvalues)[feature] = static_cast<A>(dot);
-      }
-      if (call.grad_basis != nullptr) {
-        A* grad_basis = static_cast<A*>(call.grad_basis) + feature * shape.channels;
-        for (int64_t channel = 0; channel < shape.channels; ++channel) {
-          grad_basis[channel] = sum[channel] * eigenvalues[feature];
-        }
-      }
-    }
+    store_basis_gradient<T>(call, first, rows, sums, padded_channels);
   }
 }
 

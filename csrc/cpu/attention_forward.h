@@ -24,6 +24,29 @@ inline MatrixRows head_rows(const HeadTensor& tensor, ElementType type, int64_t 
   return {type, static_cast<char*>(tensor.data) + offset * bytes_of(type), tensor.token_stride, tensor.width_stride};
 }
 
+// What backward needs to make the softmax of queries from `first` on again.
+template <class A>
+void save_softmax(const AttentionForward& call, int64_t image, int64_t head, int64_t first, int64_t rows,
+                  const SoftmaxRow<A>* softmax) {
+  if (call.softmax_rows == nullptr) {
+    return;
+  }
+  const AttentionShape& shape = call.shape;
+  A* saved = static_cast<A*>(call.softmax_rows) + 2 * ((image * shape.heads + head) * shape.queries + first);
+  for (int64_t i = 0; i < rows; ++i) {
+    saved[2 * i] = softmax[i].maximum == kMinusInfinity<A> ? A{0} : softmax[i].maximum;
+    saved[2 * i + 1] = softmax[i].inverse();
+  }
+}
+
+// After a block of queries: the one that finishes an image takes its norms.
+inline void finish_block(const AttentionForward& call, int64_t image) {
+  if (call.norms != nullptr && __atomic_sub_fetch(call.blocks_left + image, 1, __ATOMIC_ACQ_REL) == 0) {
+    const int64_t items = call.norms->shape.items_per_sample();
+    call.norms_kernel(*call.norms, image * items, (image + 1) * items);
+  }
+}
+
 // c = sum · scale[row], the last step of a softmax.
 template <class A>
 struct StoreScaled {
@@ -85,10 +108,7 @@ class ForwardWorker {
       attend(image, head, first, rows, heads + head * shape_.width);
     }
     project(image, first, rows, heads);
-    if (call_.norms != nullptr && __atomic_sub_fetch(call_.blocks_left + image, 1, __ATOMIC_ACQ_REL) == 0) {
-      const int64_t items = call_.norms->shape.items_per_sample();
-      call_.norms_kernel(*call_.norms, image * items, (image + 1) * items);
-    }
+    finish_block(call_, image);
   }
 
  private:
@@ -108,13 +128,7 @@ class ForwardWorker {
                                    queries_);
       SoftmaxRow<A> softmax[kStrip];
       attend_strip(image, head, first, count, queries, values, softmax, heads + row * shape_.features());
-      if (call_.softmax_rows != nullptr) {
-        A* saved = static_cast<A*>(call_.softmax_rows) + 2 * ((image * shape_.heads + head) * shape_.queries + first);
-        for (int64_t i = 0; i < count; ++i) {
-          saved[2 * i] = softmax[i].maximum == kMinusInfinity<A> ? A{0} : softmax[i].maximum;
-          saved[2 * i + 1] = softmax[i].inverse();
-        }
-      }
+      save_softmax(call_, image, head, first, count, softmax);
     }
   }
 

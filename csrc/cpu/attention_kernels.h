@@ -95,8 +95,16 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 }
 
 extern const AttentionKernels attention_kernels = {
-    OVERTONE_LEVEL_NAME, &packed_size,    &panels,         &pack_weight,
-    &attention_forward,  &heads_backward, &basis_backward, &attention_backward,
+    .level = OVERTONE_LEVEL_NAME,
+    .uses_tiles = false,
+    .feature_block = kFeatureBlock,
+    .packed_size = &packed_size,
+    .panels = &panels,
+    .pack_weight = &pack_weight,
+    .attention_forward = &attention_forward,
+    .heads_backward = &heads_backward,
+    .basis_backward = &basis_backward,
+    .attention_backward = &attention_backward,
 };
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -17,9 +17,10 @@ constexpr int64_t kLargest = 4000;  // beyond it float32 cannot count the elemen
 
 const EigKernels& kernels(const char* op) {
 #if defined(__x86_64__)
-  static const EigKernels* const table[kIsaCount] = {&baseline::eig_kernels, &avx2::eig_kernels, &avx512::eig_kernels};
+  static const EigKernels* const table[kVectorLevels] = {&baseline::eig_kernels, &avx2::eig_kernels,
+                                                         &avx512::eig_kernels};
 #else
-  static const EigKernels* const table[kIsaCount] = {&baseline::eig_kernels, nullptr, nullptr};
+  static const EigKernels* const table[kVectorLevels] = {&baseline::eig_kernels, nullptr, nullptr};
 #endif
   const EigKernels& chosen = for_current_isa(table);
   note_kernel(op, chosen.level);
@@ -30,7 +31,7 @@ const EigKernels& kernels(const char* op) {
 // (scripts/linalg_crossovers; the figure for AVX-512 is that of a machine whose LAPACK uses it too). Threads must not
 // matter, or they would change the bits.
 bool is_for_lanes(const Eig& call, int64_t groups) {
-  const bool is_wide = current_isa() == Isa::avx512;
+  const bool is_wide = vector_isa() == Isa::avx512;
   const int64_t worth = is_wide ? 90 : call.right != nullptr ? 70 : 110;
   return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * worth;
 }

@@ -14,10 +14,10 @@ namespace {
 
 const EighKernels& kernels(const char* op) {
 #if defined(__x86_64__)
-  static const EighKernels* const table[kIsaCount] = {&baseline::eigh_kernels, &avx2::eigh_kernels,
-                                                      &avx512::eigh_kernels};
+  static const EighKernels* const table[kVectorLevels] = {&baseline::eigh_kernels, &avx2::eigh_kernels,
+                                                          &avx512::eigh_kernels};
 #else
-  static const EighKernels* const table[kIsaCount] = {&baseline::eigh_kernels, nullptr, nullptr};
+  static const EighKernels* const table[kVectorLevels] = {&baseline::eigh_kernels, nullptr, nullptr};
 #endif
   const EighKernels& chosen = for_current_isa(table);
   note_kernel(op, chosen.level);
@@ -45,7 +45,7 @@ ElementType solver_type(const Tensor& tensor, const char* op, const char* name) 
 // (scripts/linalg_crossovers; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads must
 // not matter, or they would change the bits.
 bool is_for_lanes(int64_t count, int64_t per_item, int64_t n, bool vectors) {
-  const bool is_wide = current_isa() == Isa::avx512;
+  const bool is_wide = vector_isa() == Isa::avx512;
   const int64_t worth = vectors ? (is_wide ? 20 : 40) : (is_wide ? 45 : 50);
   const int64_t items = (count + per_item - 1) / per_item;
   return n <= 16 || items * n <= count * worth;

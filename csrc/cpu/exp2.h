@@ -40,36 +40,40 @@ struct FloatBits<double> {
                                        2.5678435993488205142e-11};
 };
 
+// For results that are rounded to bfloat16: relative error 2.8e-6, none at zero.
+struct CoarseSeries {
+  static constexpr float kSeries[] = {1.0F, 0.6931241751F, 0.2402409911F, 0.05590642616F, 0.009582853876F};
+};
+
 // 2^x on [−1/2, 1/2].
-template <class A>
+template <class A, class Series>
 OVERTONE_INLINE Vector<A> exp2_series(Vector<A> x) {
-  using Bits = FloatBits<A>;
-  constexpr int kTerms = sizeof(Bits::kSeries) / sizeof(A);
-  Vector<A> power = broadcast<A>(Bits::kSeries[kTerms - 1]);
+  constexpr int kTerms = sizeof(Series::kSeries) / sizeof(A);
+  Vector<A> power = broadcast<A>(Series::kSeries[kTerms - 1]);
   OVERTONE_UNROLL
   for (int k = kTerms - 2; k >= 0; --k) {
-    power = power * x + Bits::kSeries[k];
+    power = power * x + Series::kSeries[k];
   }
   return power;
 }
 
 #if OVERTONE_VECTOR_BYTES == 64
-template <class A>
+template <class A, class Series = FloatBits<A>>
 OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   using Bits = FloatBits<A>;
   // 0 for −inf; scalef does the rest. Zero where 2^x would be subnormal: making one is slow.
   if constexpr (std::is_same_v<A, float>) {
     const Vector<A> fraction = _mm512_maskz_reduce_ps(0xffff, x, 0x08);
     const __mmask16 is_normal = _mm512_cmp_ps_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_ps(is_normal, exp2_series<A>(fraction), x - fraction);
+    return _mm512_maskz_scalef_ps(is_normal, exp2_series<A, Series>(fraction), x - fraction);
   } else {
     const Vector<A> fraction = _mm512_maskz_reduce_pd(0xff, x, 0x08);
     const __mmask8 is_normal = _mm512_cmp_pd_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_pd(is_normal, exp2_series<A>(fraction), x - fraction);
+    return _mm512_maskz_scalef_pd(is_normal, exp2_series<A, Series>(fraction), x - fraction);
   }
 }
 #else
-template <class A>
+template <class A, class Series = FloatBits<A>>
 OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   using Bits = FloatBits<A>;
   typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
@@ -82,7 +86,7 @@ OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   bits <<= Bits::kMantissa;
   Vector<A> power_of_two;
   std::memcpy(&power_of_two, &bits, sizeof power_of_two);
-  return exp2_series<A>(fraction) * power_of_two;
+  return exp2_series<A, Series>(fraction) * power_of_two;
 }
 #endif
 

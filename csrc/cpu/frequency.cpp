@@ -14,10 +14,10 @@ namespace overtone {
 
 const FrequencyKernels& frequency_kernels() {
 #if defined(__x86_64__)
-  static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, &avx2::frequency_kernels,
-                                                           &avx512::frequency_kernels};
+  static const FrequencyKernels* const table[kVectorLevels] = {&baseline::frequency_kernels, &avx2::frequency_kernels,
+                                                               &avx512::frequency_kernels};
 #else
-  static const FrequencyKernels* const table[kIsaCount] = {&baseline::frequency_kernels, nullptr, nullptr};
+  static const FrequencyKernels* const table[kVectorLevels] = {&baseline::frequency_kernels, nullptr, nullptr};
 #endif
   return for_current_isa(table);
 }

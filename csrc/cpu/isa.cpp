@@ -4,10 +4,64 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <csetjmp>
+#include <csignal>
+
+#include "cpu/amx_check.h"
+#endif
+
 namespace overtone {
 namespace {
 
-constexpr const char* kNames[kIsaCount] = {"baseline", "avx2", "avx512"};
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "amx", "amx_emulated"};
+constexpr int kRealLevels = 4;  // all but the emulated one
+
+#if defined(__x86_64__) && defined(__linux__)
+bool cpuid_has_amx() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  constexpr unsigned kBfloat16 = 1U << 22;
+  constexpr unsigned kTile = 1U << 24;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kBfloat16) != 0 && (edx & kTile) != 0;
+}
+
+// Linux gives a process tiles only when it asks for them.
+bool tiles_are_permitted() {
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+sigjmp_buf after_illegal_instruction;
+
+// Some virtual machines offer AMX and then refuse its instructions: that must not end the process.
+bool tiles_give_right_answers() {
+  struct sigaction before{};
+  struct sigaction escape{};
+  escape.sa_handler = [](int) { siglongjmp(after_illegal_instruction, 1); };
+  sigemptyset(&escape.sa_mask);
+  if (sigaction(SIGILL, &escape, &before) != 0) {
+    return false;
+  }
+  const bool is_right = sigsetjmp(after_illegal_instruction, 1) == 0 && amx::tile_product_is_right();
+  sigaction(SIGILL, &before, nullptr);
+  return is_right;
+}
+
+bool machine_has_amx() {
+  static const bool has_amx =
+      cpuid_has_amx() && __builtin_cpu_supports("avx512bf16") && tiles_are_permitted() && tiles_give_right_answers();
+  return has_amx;
+}
+#elif defined(__x86_64__)
+bool machine_has_amx() { return false; }
+#endif
 
 // GCC's and Clang's builtin asks the operating system (XGETBV) as well as CPUID.
 bool machine_has(Isa isa) {
@@ -20,15 +74,19 @@ bool machine_has(Isa isa) {
     case Isa::avx512:
       return machine_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::amx:
+      return machine_has(Isa::avx512) && machine_has_amx();
+    case Isa::amx_emulated:
+      return true;
   }
   return false;
 #else
-  return isa == Isa::baseline;
+  return isa == Isa::baseline || isa == Isa::amx_emulated;
 #endif
 }
 
 Isa best_isa() {
-  for (int level = kIsaCount - 1; level > 0; --level) {
+  for (int level = kRealLevels - 1; level > 0; --level) {
     if (machine_has(static_cast<Isa>(level))) {
       return static_cast<Isa>(level);
     }
@@ -45,7 +103,7 @@ std::string join(const std::vector<std::string>& words) {
 }
 
 Isa parse_isa(const std::string& name, const std::string& source) {
-  for (int level = 0; level < kIsaCount; ++level) {
+  for (int level = 0; level <= kRealLevels; ++level) {
     if (name == kNames[level]) {
       if (!machine_has(static_cast<Isa>(level))) {
         throw std::invalid_argument(source + ": this machine has no " + name + "; it has " + join(available_isas()));
@@ -54,7 +112,7 @@ Isa parse_isa(const std::string& name, const std::string& source) {
     }
   }
   throw std::invalid_argument(source + ": unknown instruction set '" + name +
-                              "'; wanted one of baseline, avx2, avx512");
+                              "'; wanted one of baseline, avx2, avx512, amx");
 }
 
 Isa initial_isa() {
@@ -76,7 +134,7 @@ const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (int level = 0; level < kIsaCount; ++level) {
+  for (int level = 0; level < kRealLevels; ++level) {
     if (machine_has(static_cast<Isa>(level))) {
       names.emplace_back(kNames[level]);
     }
@@ -85,6 +143,11 @@ std::vector<std::string> available_isas() {
 }
 
 Isa current_isa() { return static_cast<Isa>(isa_in_use().load(std::memory_order_relaxed)); }
+
+Isa vector_isa() {
+  const Isa isa = current_isa();
+  return isa == Isa::amx ? Isa::avx512 : isa == Isa::amx_emulated ? Isa::baseline : isa;
+}
 
 void set_isa(const std::string& name) { isa_in_use().store(static_cast<int>(parse_isa(name, "set_isa"))); }
 

@@ -6,25 +6,30 @@
 
 namespace overtone {
 
-enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
+// amx is avx512 and products of bfloat16 on tiles. amx_emulated, for tests, is baseline with those tiles in plain C++:
+// every machine has it, and only its name chooses it.
+enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, amx = 3, amx_emulated = 4 };
 
-constexpr int kIsaCount = 3;
+constexpr int kVectorLevels = 3;  // those that differ in their vectors
 
 const char* isa_name(Isa isa);
 
-// Every level this CPU and operating system can run, lowest first.
+// Every level this CPU and operating system can run, lowest first; not the emulated one.
 std::vector<std::string> available_isas();
 
 // The level in use: the best available one that does not exceed the cap.
 Isa current_isa();
+
+// The level of its vectors.
+Isa vector_isa();
 
 // Caps the level for this process. Throws if the name is unknown or the machine lacks the level.
 void set_isa(const std::string& name);
 
 // Picks the entry of a per-level table {baseline, avx2, avx512}.
 template <class Kernels>
-const Kernels& for_current_isa(const Kernels* const (&table)[kIsaCount]) {
-  return *table[static_cast<int>(current_isa())];
+const Kernels& for_current_isa(const Kernels* const (&table)[kVectorLevels]) {
+  return *table[static_cast<int>(vector_isa())];
 }
 
 // The kernel that ran last in this process, as "op/level". Each level's translation unit names itself, so a

@@ -7,13 +7,6 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// Elements between rows: whole cache lines, an odd number of them, or the rows of a column would share few cache sets.
-template <class A>
-constexpr int64_t padded_stride(int64_t size) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(A));
-  return (((size + kLine - 1) / kLine) | 1) * kLine;
-}
-
 // Matrix `member` of a batch whose elements are of type A.
 template <class A>
 MatrixRows member_rows(const MatrixBatch& batch, int64_t member) {

@@ -13,9 +13,9 @@ namespace {
 
 const QrKernels& kernels(const char* op) {
 #if defined(__x86_64__)
-  static const QrKernels* const table[kIsaCount] = {&baseline::qr_kernels, &avx2::qr_kernels, &avx512::qr_kernels};
+  static const QrKernels* const table[kVectorLevels] = {&baseline::qr_kernels, &avx2::qr_kernels, &avx512::qr_kernels};
 #else
-  static const QrKernels* const table[kIsaCount] = {&baseline::qr_kernels, nullptr, nullptr};
+  static const QrKernels* const table[kVectorLevels] = {&baseline::qr_kernels, nullptr, nullptr};
 #endif
   const QrKernels& chosen = for_current_isa(table);
   note_kernel(op, chosen.level);

@@ -8,11 +8,19 @@ namespace overtone::OVERTONE_LEVEL {
 
 constexpr int64_t padded_to(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+// Elements between rows: whole cache lines, an odd number of them, or the rows of a column would share few cache sets.
+template <class A>
+constexpr int64_t padded_stride(int64_t size) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(A));
+  return (((size + kLine - 1) / kLine) | 1) * kLine;
+}
+
 // Aligned to a cache line; one allocation serves all parts.
 template <class A>
 class Scratch {
  public:
-  explicit Scratch(int64_t size) : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))) {}
+  explicit Scratch(int64_t size)
+      : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))), size_(size) {}
   ~Scratch() { ::operator delete(memory_, std::align_val_t{64}); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -22,10 +30,12 @@ class Scratch {
     used_ += padded(size);
     return part;
   }
+  void clear() { std::memset(static_cast<void*>(memory_), 0, size_ * sizeof(A)); }
   static constexpr int64_t padded(int64_t size) { return padded_to(size, 64 / static_cast<int64_t>(sizeof(A))); }
 
  private:
   A* memory_;
+  int64_t size_;
   int64_t used_ = 0;
 };
 

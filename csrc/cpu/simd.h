@@ -76,6 +76,8 @@ OVERTONE_INLINE void narrow(double value, double* out) { *out = value; }
 OVERTONE_INLINE void narrow(float value, Half* out) { *out = Half(value); }
 OVERTONE_INLINE void narrow(float value, BFloat16* out) { out->x = bfloat16_bits(value); }
 
+typedef uint32_t Words __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
+
 // A full vector of consecutive elements.
 template <class T>
 OVERTONE_INLINE Vector<Accumulator<T>> load_full(const T* p) {
@@ -86,10 +88,9 @@ OVERTONE_INLINE Vector<Accumulator<T>> load_full(const T* p) {
     return v;
   } else if constexpr (std::is_same_v<T, BFloat16>) {
     typedef uint16_t Narrow __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
-    typedef uint32_t Wide __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
     Narrow bits;
     std::memcpy(&bits, p, sizeof bits);
-    const Wide wide = __builtin_convertvector(bits, Wide) << 16;
+    const Words wide = __builtin_convertvector(bits, Words) << 16;
     std::memcpy(&v, &wide, sizeof v);
     return v;
   } else {
@@ -107,20 +108,31 @@ OVERTONE_INLINE Vector<Accumulator<T>> load_full(const T* p) {
   }
 }
 
+// The bfloat16 numbers nearest to v (NaN kept quiet), in the low halves of 32-bit words.
+OVERTONE_INLINE Words bfloat16_words(Vector<float> v) {
+#if defined(OVERTONE_ROUNDS_TO_BFLOAT16)
+  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)_mm512_maskz_cvtneps_pbh(0xffff, v));
+#else
+  Words bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Words quiet_nan = (bits >> 16) | 0x40u;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+#endif
+}
+
 template <class T>
 OVERTONE_INLINE void store_full(Vector<Accumulator<T>> v, T* p) {
   using A = Accumulator<T>;
   if constexpr (std::is_same_v<T, A>) {
     std::memcpy(p, &v, sizeof v);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
+#if defined(OVERTONE_ROUNDS_TO_BFLOAT16)
+    const auto out = _mm512_maskz_cvtneps_pbh(0xffff, v);
+#else
     typedef uint16_t Narrow __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
-    typedef uint32_t Wide __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
-    Wide bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    const Wide rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Wide quiet_nan = (bits >> 16) | 0x40u;
-    const Wide result = (bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
-    const Narrow out = __builtin_convertvector(result, Narrow);
+    const Narrow out = __builtin_convertvector(bfloat16_words(v), Narrow);
+#endif
     std::memcpy(p, &out, sizeof out);
   } else {
 #if OVERTONE_VECTOR_BYTES == 64

@@ -67,6 +67,21 @@ struct SoftmaxRow {
   A sum = 0;
   A rescale = 0;
 
+  // Takes a block's maximum in; gives what the block's logits are to be lowered by.
+  OVERTONE_INLINE A raise(A block_maximum) {
+    const A next = block_maximum > maximum ? block_maximum : maximum;
+    // While every key so far is masked the maximum is −inf; any finite stand-in keeps −inf − −inf from arising.
+    const A safe = next == kMinusInfinity<A> ? A{0} : next;
+    if (maximum != kMinusInfinity<A>) {
+      rescale = exp2_nonpositive<A>(broadcast<A>(maximum - safe))[0];
+    }
+    maximum = next;
+    return safe;
+  }
+
+  // Takes the sum of the block's weights in.
+  OVERTONE_INLINE void add(A block_sum) { sum = sum * rescale + block_sum; }
+
   // Turns a block of logits (whole vectors) into unnormalised weights.
   OVERTONE_INLINE void absorb(A* logits, int vectors) {
     Vector<A> best[2] = {load_full(logits), load_full(logits + (vectors - 1) * kLanes<A>)};
@@ -74,13 +89,7 @@ struct SoftmaxRow {
       best[0] = larger<A>(best[0], load_full(logits + v * kLanes<A>));
       best[1] = larger<A>(best[1], load_full(logits + (v + 1) * kLanes<A>));
     }
-    const A block_maximum = largest_lane<A>(larger<A>(best[0], best[1]));
-    const A next = block_maximum > maximum ? block_maximum : maximum;
-    // While every key so far is masked the maximum is −inf; any finite stand-in keeps −inf − −inf from arising.
-    const A safe = next == kMinusInfinity<A> ? A{0} : next;
-    if (maximum != kMinusInfinity<A>) {
-      rescale = exp2_nonpositive<A>(broadcast<A>(maximum - safe))[0];
-    }
+    const A safe = raise(largest_lane<A>(larger<A>(best[0], best[1])));
     Vector<A> totals[2] = {};
     int v = 0;
     for (; v + 1 < vectors; v += 2) {
@@ -90,8 +99,7 @@ struct SoftmaxRow {
     if (v < vectors) {
       totals[0] += weights_of(logits + v * kLanes<A>, safe);
     }
-    sum = sum * rescale + sum_of_lanes<A>(totals[0] + totals[1]);
-    maximum = next;
+    add(sum_of_lanes<A>(totals[0] + totals[1]));
   }
 
   // A row in which no key takes part has the sum 0, and an inverse of 0 makes it zero here and in backward.

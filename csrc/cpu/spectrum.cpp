@@ -13,10 +13,10 @@ namespace {
 
 const SpectrumKernels& kernels(const char* op) {
 #if defined(__x86_64__)
-  static const SpectrumKernels* const table[kIsaCount] = {&baseline::spectrum_kernels, &avx2::spectrum_kernels,
-                                                          &avx512::spectrum_kernels};
+  static const SpectrumKernels* const table[kVectorLevels] = {&baseline::spectrum_kernels, &avx2::spectrum_kernels,
+                                                              &avx512::spectrum_kernels};
 #else
-  static const SpectrumKernels* const table[kIsaCount] = {&baseline::spectrum_kernels, nullptr, nullptr};
+  static const SpectrumKernels* const table[kVectorLevels] = {&baseline::spectrum_kernels, nullptr, nullptr};
 #endif
   const SpectrumKernels& chosen = for_current_isa(table);
   note_kernel(op, chosen.level);

@@ -1,0 +1,3 @@
+#include "cpu/level_amx_emulated.h"
+
+#include "cpu/attention_tiles_kernels.h"
