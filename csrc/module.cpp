@@ -34,7 +34,8 @@ std::map<std::string, bool> cpu_features() {
   return {
       OVERTONE_FEATURE("avx2"),     OVERTONE_FEATURE("fma"),        OVERTONE_FEATURE("f16c"),
       OVERTONE_FEATURE("avx512f"),  OVERTONE_FEATURE("avx512bw"),   OVERTONE_FEATURE("avx512dq"),
-      OVERTONE_FEATURE("avx512vl"), OVERTONE_FEATURE("avx512bf16"),
+      OVERTONE_FEATURE("avx512vl"), OVERTONE_FEATURE("avx512bf16"), OVERTONE_FEATURE("amx-tile"),
+      OVERTONE_FEATURE("amx-bf16"),
   };
 #undef OVERTONE_FEATURE
 #else

@@ -175,9 +175,26 @@ def exercise_qr(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> int:
     return calls + 2
 
 
-def main() -> None:
+def exercise_tiles() -> int:
+    """bfloat16 attention on AMX's tiles: the machine's, if it has them, and emulated ones."""
     calls = 0
+    for level in ("amx", "amx_emulated"):
+        if level == "amx" and level not in _C.available_isas():
+            continue
+        _C.set_isa(level)
+        fuzz_attention()
+        calls += 2 * FUZZ_CALLS
+        for size in ATTENTION_SIZES + EMPTY_ATTENTION_SIZES:
+            calls += sum(exercise_attention(size, torch.bfloat16, strided) for strided in (False, True))
+        assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
+    return calls
+
+
+def main() -> None:
+    calls = exercise_tiles()
     for level in _C.available_isas():
+        if level == "amx":  # other kernels are those of avx512 there
+            continue
         _C.set_isa(level)
         for dtype, size, layout in itertools.product(DTYPES, SIZES + EMPTY_SIZES, shapes.LAYOUTS):
             x = shapes.with_layout(torch.randn(size).to(dtype), layout)

@@ -126,6 +126,19 @@ class TestExactness:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_norms_are_the_same_without_gradients(dtype, batch):
+    """Without backward a whole image's y is kept, unrounded, only until its norms are taken; with few images it is
+    cut into blocks of queries, and all of y is kept."""
+    args = random_call(batch=batch, queries=197, keys=20, dtype=dtype)
+    call = as_call(ot.spectral_attention, backend="cpu")
+    with torch.no_grad():
+        alone = call(*args)
+    assert all(map(torch.equal, alone, call(*args)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("poisoned_empty")
 class TestEveryLevel:
     """Each instruction set gives exact results, and is the one that ran."""

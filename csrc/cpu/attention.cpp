@@ -135,18 +135,19 @@ struct Norms {
   std::vector<int64_t> blocks_left;
   NormsForward call;
 
-  Norms(const AttentionShape& shape, ElementType type, const Tensor& y, int64_t blocks) {
+  Norms(const AttentionForward& attention, ElementType type, const Tensor& y) {
+    const AttentionShape& shape = attention.shape;
     call.shape = {shape.batch, shape.queries, shape.channels};
     call.type = type;
     for (int64_t image = 0; image < shape.batch; ++image) {
-      offsets.push_back(image * shape.queries * shape.channels);
+      offsets.push_back(attention.has_wide_image ? 0 : image * shape.queries * shape.channels);
     }
     call.x = {y.data_ptr(), shape.channels, 1, offsets.data()};
     low_squared.resize(shape.batch * call.shape.blocks());
     high_squared.resize(low_squared.size());
     call.low_squared = low_squared.data();
     call.high_squared = high_squared.data();
-    blocks_left.assign(shape.batch, blocks);
+    blocks_left.assign(shape.batch, attention.blocks());
   }
 
   void store(Tensor& low, Tensor& high) const {
@@ -200,15 +201,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   }
   attention.y = y.data_ptr();
   // The norms are those of y before it is rounded.
+  const bool is_rounded = in.scalar_type != in.statistics;
+  attention.has_wide_image = need_norms && is_rounded && !need_wide && attention.blocks() == 1;
   Tensor rounded_from = wide_y;
-  if (need_norms && !need_wide && in.scalar_type != in.statistics) {
+  if (need_norms && is_rounded && !need_wide && !attention.has_wide_image) {
     rounded_from = allocate(true, y_shape);
   }
-  const bool is_rounded = rounded_from.numel() > 0;
-  attention.wide_y = is_rounded ? rounded_from.data_ptr() : nullptr;
+  attention.wide_y = rounded_from.numel() > 0 ? rounded_from.data_ptr() : nullptr;
   attention.heads = need_backward ? heads.data_ptr() : nullptr;
   attention.softmax_rows = need_backward ? softmax_rows.data_ptr() : nullptr;
-  Norms norms(shape, is_rounded ? ElementType::float32 : in.type, is_rounded ? rounded_from : y, attention.blocks());
+  Norms norms(attention, is_rounded ? ElementType::float32 : in.type, is_rounded ? rounded_from : y);
   if (need_norms) {
     attention.norms = &norms.call;
     attention.norms_kernel = frequency_kernels().norms_forward;

@@ -73,6 +73,7 @@ struct AttentionForward : AttentionInputs {
   void* heads = nullptr;                // [batch, queries, features], of the statistics' type; or null
   void* softmax_rows = nullptr;         // [batch, heads, queries, 2]: maximum (base 2) and 1 / sum; or null
   const NormsForward* norms = nullptr;  // of y, or null
+  bool has_wide_image = false;          // norms read one image of y, before rounding, that the item keeps
   void (*norms_kernel)(const NormsForward&, int64_t begin, int64_t end) = nullptr;
   int64_t* blocks_left = nullptr;  // [batch]: the item that takes the last one takes the image's norms
 

@@ -39,13 +39,43 @@ void save_softmax(const AttentionForward& call, int64_t image, int64_t head, int
   }
 }
 
-// After a block of queries: the one that finishes an image takes its norms.
-inline void finish_block(const AttentionForward& call, int64_t image) {
-  if (call.norms != nullptr && __atomic_sub_fetch(call.blocks_left + image, 1, __ATOMIC_ACQ_REL) == 0) {
-    const int64_t items = call.norms->shape.items_per_sample();
-    call.norms_kernel(*call.norms, image * items, (image + 1) * items);
+// y before it is rounded, of which the norms are taken: in the call's tensor, or, where only the norms want it and an
+// item has all queries of its image, in a buffer that stays in the cache.
+template <class A>
+class WideResult {
+ public:
+  explicit WideResult(const AttentionForward& call)
+      : call_(call), image_(call.has_wide_image ? call.shape.queries * call.shape.channels : 0) {
+    buffer_ = image_.take(0);
   }
-}
+
+  // The row of a query, or null.
+  A* row(int64_t image, int64_t query) const {
+    if (call_.has_wide_image) {
+      return buffer_ + query * call_.shape.channels;
+    }
+    return call_.wide_y == nullptr
+               ? nullptr
+               : static_cast<A*>(call_.wide_y) + (image * call_.shape.queries + query) * call_.shape.channels;
+  }
+
+  // After a block of queries: the one that finishes an image takes its norms.
+  void finish_block(int64_t image) const {
+    if (call_.norms != nullptr && __atomic_sub_fetch(call_.blocks_left + image, 1, __ATOMIC_ACQ_REL) == 0) {
+      NormsForward norms = *call_.norms;
+      if (call_.has_wide_image) {
+        norms.x.data = buffer_;
+      }
+      const int64_t items = norms.shape.items_per_sample();
+      call_.norms_kernel(norms, image * items, (image + 1) * items);
+    }
+  }
+
+ private:
+  const AttentionForward& call_;
+  Scratch<A> image_;
+  A* buffer_;
+};
 
 // c = sum · scale[row], the last step of a softmax.
 template <class A>
@@ -84,6 +114,7 @@ class ForwardWorker {
         padded_keys_(padded_to(shape_.keys, kLanes<A>)),
         padded_width_(padded_to(shape_.width, kLanes<A>)),
         block_(key_block<A>(shape_.keys, kMostKeys)),
+        wide_(call),
         memory_(Scratch<A>::padded(shape_.width * padded_keys_) + Scratch<A>::padded(shape_.keys * padded_width_) +
                 Scratch<A>::padded(kStrip * block_) + 2 * Scratch<A>::padded(kStrip * padded_width_) +
                 (call.heads == nullptr ? Scratch<A>::padded(call.query_block * shape_.features()) : 0) +
@@ -108,7 +139,7 @@ class ForwardWorker {
       attend(image, head, first, rows, heads + head * shape_.width);
     }
     project(image, first, rows, heads);
-    finish_block(call_, image);
+    wide_.finish_block(image);
   }
 
  private:
@@ -202,14 +233,15 @@ class ForwardWorker {
         },
         [&](int first_vector, int width) {
           if (!is_direct(first_vector, width)) {
-            round_panel(token, rows, first_vector, width, residual, y);
+            round_panel(image, first, rows, first_vector, width, residual, y);
           }
         });
   }
 
   // From sums_ to y, which has another type, or ends within a vector.
-  void round_panel(int64_t token, int64_t rows, int first_vector, int width, const T* residual, T* y) const {
-    A* wide_y = call_.wide_y == nullptr ? nullptr : static_cast<A*>(call_.wide_y) + token * shape_.channels;
+  void round_panel(int64_t image, int64_t first, int64_t rows, int first_vector, int width, const T* residual,
+                   T* y) const {
+    A* wide_y = wide_.row(image, first);
     const int64_t* strides = call_.residual_strides;
     for (int64_t row = 0; row < rows; ++row) {
       for (int v = 0; v < width; ++v) {
@@ -232,6 +264,7 @@ class ForwardWorker {
   int64_t padded_keys_;
   int64_t padded_width_;
   int64_t block_;  // keys at a time
+  WideResult<A> wide_;
   Scratch<A> memory_;
   A* keys_;     // Kᵀ times scale, in panels, block by block
   A* values_;   // [keys][padded_width], where V cannot be read in place

@@ -53,6 +53,7 @@ class TileForwardWorker {
         weights_ld_(padded_stride<BFloat16>(block_)),
         logits_ld_(padded_stride<float>(block_)),
         features_ld_(padded_stride<BFloat16>(padded_to(shape_.features(), kTileDepth))),
+        wide_(call),
         numbers_(Scratch<BFloat16>::padded(keys_depth_ * width_) + Scratch<BFloat16>::padded(keys_depth_ * output_ld_) +
                  Scratch<BFloat16>::padded(kTileStrip * width_ld_) +
                  Scratch<BFloat16>::padded(kTileStrip * weights_ld_) +
@@ -78,7 +79,7 @@ class TileForwardWorker {
       attend(image, head, first, rows);
     }
     project(image, first, rows);
-    finish_block(call_, image);
+    wide_.finish_block(image);
   }
 
  private:
@@ -187,7 +188,8 @@ class TileForwardWorker {
   void store_result(int64_t image, int64_t first, int64_t rows, int64_t channel, int64_t columns) const {
     const int64_t* strides = call_.residual_strides;
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t at = (image * shape_.queries + first + row) * shape_.channels + channel;
+      BFloat16* y = static_cast<BFloat16*>(call_.y) + (image * shape_.queries + first + row) * shape_.channels;
+      float* wide_y = wide_.row(image, first + row);
       for (int64_t j = 0; j < columns; j += kLanes<float>) {
         const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, columns - j));
         Vector<float> sum = load_full(sums_ + row * kTileStrip + j);
@@ -196,9 +198,9 @@ class TileForwardWorker {
                                      (first + row) * strides[1] + (channel + j) * strides[2];
           sum += load(residual, strides[2], count);
         }
-        store(sum, static_cast<BFloat16*>(call_.y) + at + j, count);
-        if (call_.wide_y != nullptr) {
-          store(sum, static_cast<float*>(call_.wide_y) + at + j, count);
+        store(sum, y + channel + j, count);
+        if (wide_y != nullptr) {
+          store(sum, wide_y + channel + j, count);
         }
       }
     }
@@ -214,6 +216,7 @@ class TileForwardWorker {
   int64_t weights_ld_;   // elements between rows of weights_
   int64_t logits_ld_;    // and of logits_
   int64_t features_ld_;  // and of heads_
+  WideResult<float> wide_;
   Scratch<BFloat16> numbers_;
   Scratch<float> sums_memory_;
   TileSession tiles_;

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from overtone import reference
 from overtone.ops import checks
-from overtone.ops.attention import spectral_attention
+from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
@@ -104,10 +104,10 @@ class SpectralAttention(nn.Module):
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.evaluate() if spectrum is None else spectrum
-        query, key, value = self.project(x, spectrum)
+        packed = self._project_packed(x, spectrum)
         return self.attend(
-            query, key, value, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
-            first_values=first_values, return_norms=return_norms,
+            *heads_of(packed), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            first_values=first_values, return_norms=return_norms, packed=packed,
         )  # fmt: skip
 
     def attend(
@@ -122,19 +122,27 @@ class SpectralAttention(nn.Module):
         is_causal: bool = False,
         first_values: Tensor | None = None,
         return_norms: bool = False,
+        packed: Tensor | None = None,
     ) -> Any:
-        """The second half of forward, from what `project` gave: keys and values may be more than queries."""
+        """The second half of forward, from what `project` gave: keys and values may be more than queries.
+
+        packed: [B, N, 3, H, D], if query, key and value are views of it: their gradients are then made in one piece.
+        """
         masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         extra = self._neutreno_term(value, first_values, spectrum)
         if self.centred:
             value, extra = self._centre(query, key, value, extra, spectrum, masks)
+            packed = None
         inside, outside = _split_residual(residual, query)
         for term in (self._output_bias(), extra):
             if term is not None:
                 inside = _add(inside, term.to(query.dtype), (query.shape[0], query.shape[2], self.dim))
-        run = self._attend_with_dropout if self.training and self.attn_drop > 0 else spectral_attention
+        run: Any = spectral_attention if packed is None else spectral_attention_packed
+        given = (query, key, value) if packed is None else (packed,)
+        if self.training and self.attn_drop > 0:
+            run, given = self._attend_with_dropout, (query, key, value)
         outcome: Any = run(
-            query, key, value, spectrum.eigenvalues, spectrum.basis_out.to(query.dtype), residual=inside,
+            *given, spectrum.eigenvalues, spectrum.basis_out.to(query.dtype), residual=inside,
             scale=self.scale, head_gain=self.head_gain, return_norms=return_norms and outside is None, **masks,
         )  # fmt: skip
         if outside is None:
@@ -158,6 +166,10 @@ class SpectralAttention(nn.Module):
 
     def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, N, D] each, views of packed products."""
+        return heads_of(self._project_packed(x, spectrum))
+
+    def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
+        """The same as [B, N, 3, H, D]."""
         if self.regime == "free":
             packed = self.qkv(x)
         else:  # one product for all three
@@ -165,8 +177,7 @@ class SpectralAttention(nn.Module):
             weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
             bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
             packed = F.linear(x, weight, bias)
-        query, key, value = packed.split(self.dim, -1)
-        return self._heads(query), self._heads(key), self._heads(value)
+        return packed.unflatten(-1, (3, self.num_heads, -1))
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """A [B, H, N, N], by the reference: for analysis."""
@@ -179,10 +190,6 @@ class SpectralAttention(nn.Module):
         """W_V [dim, dim] and W_proj [dim, dim] as they multiply tokens, x W_V W_proj; W_proj includes λ."""
         basis_in, eigenvalues, basis_out = self.evaluate()
         return basis_in, eigenvalues[:, None] * basis_out
-
-    def _heads(self, packed: Tensor) -> Tensor:
-        """[B, N, H·D] as a view [B, H, N, D]."""
-        return packed.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias

@@ -40,8 +40,9 @@ def spectral_attention(
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
     """Attention fused with a spectral projection: residual + concat_h(A_h V_h) · diag(eigenvalues) · basis.
 
-    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end; the Triton kernels
-    also round the softmax and the heads on their way into matrix instructions, as PyTorch's fused attention does.
+    Half-precision inputs are multiplied and summed in float32, and y is rounded once, at the end; the Triton kernels,
+    and on CPUs with AMX those of bfloat16, also round the softmax and the heads on their way into matrix instructions,
+    as PyTorch's fused attention does.
     Under autocast query, key, value, basis and residual are cast to its dtype; eigenvalues and head_gain are not.
 
     Args:
@@ -63,23 +64,13 @@ def spectral_attention(
         y [B, N, E] in query's dtype, or (y, FrequencyNorms); differentiable in every floating-point argument.
     """
     return _attend(
-        (query, key, value), None, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms,
-        backend,
+        (query, key, value), None, eigenvalues, basis, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+        scale=scale, head_gain=head_gain, return_norms=return_norms, backend=backend,
     )  # fmt: skip
 
 
 def spectral_attention_packed(
-    qkv: Tensor,
-    eigenvalues: Tensor,
-    basis: Tensor,
-    *,
-    residual: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    head_gain: Tensor | None = None,
-    return_norms: bool = False,
-    backend: str | None = None,
+    qkv: Tensor, eigenvalues: Tensor, basis: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
     """spectral_attention of a packed qkv [B, N, 3, H, D]; its gradient is made in one piece, with no copy.
 
@@ -89,17 +80,19 @@ def spectral_attention_packed(
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         got = list(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"{_NAME}: qkv must be [B, N, 3, H, D], got {got}")
-    return _attend(
-        _heads_of(qkv), qkv, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms,
-        backend,
-    )  # fmt: skip
+    return _attend(heads_of(qkv), qkv, eigenvalues, basis, **options)
 
 
-def _heads_of(qkv: Tensor) -> tuple[Tensor, ...]:
-    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [B, H, N, D] of a packed qkv [B, N, 3, H, D]: views."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
 
 
-def _attend(heads_in, qkv, eigenvalues, basis, residual, attn_mask, is_causal, scale, head_gain, return_norms, backend):
+def _attend(
+    heads_in, qkv, eigenvalues, basis, *, residual=None, attn_mask=None, is_causal=False, scale=None, head_gain=None,
+    return_norms=False, backend=None,
+):  # fmt: skip
     """What both functions do, on query, key and value; qkv is what these are views of, or None."""
     query, key, value, basis, residual = (_autocast(x) for x in (*heads_in, basis, residual))
     query = checks.heads(_NAME, "query", query)
@@ -275,11 +268,11 @@ def _fake_backward(
 
 
 def _packed_forward(qkv, *rest):
-    return torch.ops.overtone.spectral_attention(*_heads_of(qkv), *rest)
+    return torch.ops.overtone.spectral_attention(*heads_of(qkv), *rest)
 
 
 def _fake_packed_backward(grad_y, grad_low, grad_high, y, low, high, qkv, *rest):
-    heads = _heads_of(qkv)
+    heads = heads_of(qkv)
     _, _, _, *others = _fake_backward(grad_y, grad_low, grad_high, y, low, high, *heads, *rest)
     needs = rest[-1]
     return qkv.new_empty(qkv.shape if needs & 7 else (0,)), *others
@@ -312,7 +305,7 @@ library.define(
     "spectral_attention_packed(Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor? residual, Tensor? attn_mask,"
     " bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
     " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
-    fake=lambda qkv, *rest: _fake(*_heads_of(qkv), *rest),
+    fake=lambda qkv, *rest: _fake(*heads_of(qkv), *rest),
 )
 library.LIBRARY.impl("spectral_attention_packed", _packed_forward, "CompositeExplicitAutograd")
 library.define(
@@ -384,7 +377,7 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
     def outputs(*inputs):
         wide = {name: x.to(eigenvalues.dtype) for name, x in zip(named, inputs, strict=True)}
         if ctx.is_packed:
-            wide |= zip(("query", "key", "value"), _heads_of(wide.pop("qkv")), strict=True)
+            wide |= zip(("query", "key", "value"), heads_of(wide.pop("qkv")), strict=True)
         y, norms = reference.spectral_attention(**{**fixed, **wide}, return_norms=True)
         return tuple(x for x, g in zip((y, *norms), (grad_y, grad_low, grad_high), strict=True) if g is not None)
 
