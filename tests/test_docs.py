@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import overtone
+from overtone.cli import COMMANDS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -143,6 +144,10 @@ def test_every_message_is_one_of_ours():
         assert re.fullmatch(r"`[^`]+`", message), message
         for part in filter(None, (part.strip() for part in message.strip("`").split("…"))):
             assert any(part in text for text in source_texts()), f"{message}: {part!r} is nowhere in the sources"
+
+
+def test_every_command_is_in_the_table():
+    assert [row[0] for row in rows(page("command_line.md"))] == [f"`overtone {name}`" for name in COMMANDS]
 
 
 def test_every_dependency_has_its_reason():
