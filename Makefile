@@ -1,5 +1,5 @@
 # Every target sets up what it needs by itself: .venv in this clone, pinned requirements, the extension, editable.
-#     make setup | study | test | bench | lint | clean          PYTHON=python3.11 names another Python
+#     make setup | study | test | bench | docs | lint | clean          PYTHON=python3.11 names another Python
 PYTHON ?= python3
 RUN := .venv/bin/python
 CPP := $(shell find csrc $(wildcard tests/host_cuda) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -10,13 +10,14 @@ export PYTHON
 # Another environment's packages must not mix with those of .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup study test bench lint clean clean-all always
+.PHONY: help setup study test bench docs lint clean clean-all always
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make study   trains ViT, ViT⁺ and ViT⁻ on digits and writes the report: minutes"
 	@echo "make test    lints and runs every test"
 	@echo "make bench   compares with eager PyTorch and torch.compile"
+	@echo "make docs    builds the documentation: build/docs/index.html"
 	@echo "make lint    checks style and types only"
 	@echo "make setup   prepares .venv and builds the extension; the targets above do it by themselves"
 	@echo "make clean   removes what was built; make clean-all removes .venv too"
@@ -28,6 +29,11 @@ study: setup
 
 bench: setup
 	@$(RUN) -m overtone bench
+
+# A warning is an error; the tests build the site in the same way.
+docs: setup
+	@$(RUN) -m sphinx -q -W --keep-going -d build/doctrees docs build/docs
+	@echo "overtone: build/docs/index.html"
 
 # A process per core, a file at a time; threads that wait for work must not spin on the other process's core.
 test: setup lint

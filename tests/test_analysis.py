@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import others
+from kit import libraries
 from torch import nn
 
 import overtone as ot
@@ -154,7 +154,7 @@ def test_torch_encoder_layer(batch_first):
 
 
 def test_timm_vit():
-    timm = others.timm()
+    timm = libraries.timm()
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
     sites, recorders, seen = check_site(model, torch.randn(2, 3, 32, 32))
     assert [site.name for site in sites] == ["blocks.0.attn", "blocks.1.attn"]
@@ -164,7 +164,7 @@ def test_timm_vit():
 @pytest.mark.parametrize("kind", ["vit", "deit", "bert", "gpt2"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_hugging_face(kind, implementation):
-    transformers = others.transformers()
+    transformers = libraries.transformers()
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
     if kind in ("vit", "deit"):
         config = transformers.AutoConfig.for_model(kind, image_size=32, patch_size=16, **sizes)
@@ -248,8 +248,6 @@ def test_a_module_around_a_core_is_read():
 
 
 def test_spectral_attention_module():
-    if not hasattr(ot, "nn"):
-        pytest.skip("this version has no ot.nn")
     model = nn.Sequential(*(ot.nn.SpectralAttention(DIM, HEADS, regime) for regime in ("sharpen", "free")))
     sites, recorders = record(model, tokens())
     assert [site.reader.name for site in sites] == ["overtone attention"] * 2
@@ -261,7 +259,7 @@ def test_random_vit_base_smooths_always():
 
     All layers at 197 tokens are a case of benchmarks/dominance.py.
     """
-    timm = others.timm()
+    timm = libraries.timm()
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", img_size=64, depth=3)
     result = analyze(model, torch.randn(2, 3, 64, 64))

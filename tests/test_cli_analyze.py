@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from kit import others
+from kit import libraries
 from test_analysis import Model
 
 from overtone import cli
@@ -69,25 +69,25 @@ def test_images_of_a_folder(capsys, tmp_path, picture):
 )
 def test_mistakes_are_one_line(capsys, picture, arguments, message):
     if arguments[0].startswith("hf:"):
-        others.transformers()
+        libraries.transformers()
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert message in err and len(err.splitlines()) == 1
 
 
 def test_unknown_timm_model_has_a_hint(capsys):
-    others.timm()
+    libraries.timm()
     status, _, err = run(capsys, "timm:vit_tiny_patch16_22")
     assert status == 2 and "timm has no such model; did you mean vit_tiny_patch16_224" in err
 
 
 def test_timm_says_what_it_takes():
-    others.timm()
+    libraries.timm()
     assert sources.load("timm:vit_tiny_patch16_224").takes == Images(3, 224, 224, (0.5,) * 3, (0.5,) * 3)
 
 
 def test_hugging_face_by_configuration(tmp_path, capsys):
-    others.transformers()
+    libraries.transformers()
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 40, **sizes}))
     assert sources.load(f"hf:{tmp_path}").takes == Words(40, 512)
@@ -107,9 +107,15 @@ def test_a_run_is_loaded_through_its_three_functions(tmp_path, monkeypatch):
     assert sources.load(str(tmp_path)).takes == Images(1, 28, 28, (0.1,), (0.3,))
 
 
-def test_a_run_without_training_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "overtone.training.model", None)
-    with pytest.raises(SourceError, match="this version has no `overtone train`"):
+def test_a_folder_that_is_no_run_says_so(tmp_path):
+    with pytest.raises(SourceError, match="no trained model there"):
+        sources.load(str(tmp_path))
+
+
+def test_a_run_without_the_package_that_reads_it_says_so(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(SourceError, match=r"safetensors: pip install 'overtone\[study\]'"):
         sources.load(str(tmp_path))
 
 

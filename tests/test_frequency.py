@@ -329,6 +329,7 @@ class TestErrors:
                 ["mask", r"shape \[4\]", r"\[2, 3\]"],
             ),
             (lambda: ot.frequency_filter(torch.ones(3, 4), "1", 1.0), TypeError, ["low", "str", r"\[4\]"]),
+            (lambda: ot.frequency_filter(torch.ones(3, 4), 1.0, 1.0, is_causal="no"), TypeError, ["is_causal", "'no'"]),
             (
                 lambda: ot.frequency_filter(torch.ones(3, 4), 1.0, torch.ones(3)),
                 ValueError,

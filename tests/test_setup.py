@@ -260,7 +260,13 @@ def test_an_interrupted_step_is_done_again(clone):
 
 @pytest.mark.parametrize(
     ("target", "call"),
-    [("study", "-m overtone study"), ("bench", "-m overtone bench"), ("test", "-m pytest"), ("lint", "-m ruff check")],
+    [
+        ("study", "-m overtone study"),
+        ("bench", "-m overtone bench"),
+        ("docs", "-m sphinx"),
+        ("test", "-m pytest"),
+        ("lint", "-m ruff check"),
+    ],
 )
 def test_every_target_sets_up_by_itself(clone, target, call):
     (clone.root / ".venv/bin").mkdir(parents=True)

@@ -18,3 +18,28 @@ from overtone.ops.metrics import (
 from overtone.types import FrequencyNorms, Spectrum
 
 __version__ = _version("overtone")
+
+__all__ = [
+    "BackendError",
+    "FrequencyNorms",
+    "Spectrum",
+    "analysis",
+    "backends",
+    "cosine_similarity",
+    "de_escalate",
+    "effective_rank",
+    "escalation_rate",
+    "frequency_filter",
+    "frequency_norms",
+    "linalg",
+    "models",
+    "nn",
+    "reference",
+    "reparameterize",
+    "spectral_attention",
+    "spectrum",
+    "stable_rank",
+    "token_diversity",
+    "token_similarity",
+    "use_backend",
+]

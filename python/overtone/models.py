@@ -24,7 +24,7 @@ from overtone.types import FrequencyNorms, Spectrum
 
 __all__ = ["METHODS", "Block", "VisionTransformer", "vit_base", "vit_small", "vit_tiny"]
 
-# What a method adds to a plain model, and the default of its strength (None: it has none).
+#: The methods, and the default of each one's strength (None: it has none).
 METHODS: dict[str, float | None] = {
     "plain": None,
     "de_escalation": 1.0,  # τ, after every block

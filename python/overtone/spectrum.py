@@ -200,7 +200,7 @@ class Guarantee(NamedTuple):
     holds: bool
     lowest: float
     highest: float
-    outside: int  # eigenvalues outside the interval
+    outside: int  #: eigenvalues outside the interval
 
     def __str__(self) -> str:
         interval = "[-1, 0)" if self.regime == "sharpen" else "(0, inf)"

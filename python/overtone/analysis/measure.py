@@ -34,17 +34,17 @@ class Layer:
 
     name: str
     reader: str
-    tokens: int  # N
+    tokens: int  #: N
     is_causal: bool
-    before: dict[str, Tensor]  # METRICS of the tokens that enter the block, [B] each
-    after: dict[str, Tensor]  # and of those that leave it
-    heads: dict[str, Tensor]  # METRICS of the heads' outputs A V, [B, H] each
-    gap: Tensor  # 1 − |λ₂(A)|, [B, H]
-    dominance: Dominance  # a case per image and head, [B, H]
-    mean_dominance: Dominance  # of the heads' mean A and the whole H, [B]
-    weight_eigenvalues: Tensor  # of every head's W_proj W_V, [H, k]
-    whole_eigenvalues: Tensor  # of the layer's H, [d]
-    attention_eigenvalues: Tensor  # of the first images' A, the Perron one first, [b, H, N]
+    before: dict[str, Tensor]  #: METRICS of the tokens that enter the block, [B] each
+    after: dict[str, Tensor]  #: and of those that leave it
+    heads: dict[str, Tensor]  #: METRICS of the heads' outputs A V, [B, H] each
+    gap: Tensor  #: 1 − |λ₂(A)|, [B, H]
+    dominance: Dominance  #: a case per image and head, [B, H]
+    mean_dominance: Dominance  #: of the heads' mean A and the whole H, [B]
+    weight_eigenvalues: Tensor  #: of every head's W_proj W_V, [H, k]
+    whole_eigenvalues: Tensor  #: of the layer's H, [d]
+    attention_eigenvalues: Tensor  #: of the first images' A, the Perron one first, [b, H, N]
 
     @property
     def escalation(self) -> Tensor:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 class Weights(NamedTuple):
     """What multiplies tokens, X W_V W_proj."""
 
-    w_v: Tensor  # [d, H·k]
-    w_proj: Tensor  # [H·k, d]
+    w_v: Tensor  #: [d, H·k]
+    w_proj: Tensor  #: [H·k, d]
     num_heads: int
 
 
@@ -33,7 +33,7 @@ class Reader:
     name: str
     matches: Callable[[Any], bool]
     weights: Callable[[Any], Weights]
-    # The submodule whose input is the heads side by side, [B, N, H·k]; None where there is none that is called.
+    #: The submodule whose input is the heads side by side, [B, N, H·k]; None where there is none that is called.
     projection: Callable[[Any], nn.Module | None] = lambda module: None
 
 

@@ -26,7 +26,7 @@ class Analysis:
     name: str
     samples: int
     layers: list[Layer]
-    unread: dict[str, str]  # modules that look like attention but could not be read, and why
+    unread: dict[str, str]  #: modules that look like attention but could not be read, and why
 
     def __str__(self) -> str:
         tables = [self.layer_table(), self.dominance_table()]

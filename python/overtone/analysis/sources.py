@@ -99,14 +99,19 @@ def _load_hf(name: str, pretrained: bool) -> Source:
 
 
 def _load_run(folder: str) -> Source:
-    """A run of `overtone train`, through load_model, load_config and load_info of overtone.training.model."""
+    """A run of `overtone train`."""
+    from overtone.training.errors import TrainingError
+    from overtone.training.model import load_config, load_info, load_model
+
     try:
-        training = importlib.import_module("overtone.training.model")
-    except ModuleNotFoundError as error:
-        raise SourceError(f"{folder}: this version has no `overtone train`, whose runs could be read") from error
-    info, config = training.load_info(folder), training.load_config(folder)
-    takes = Images(info.channels, config.image_size, config.image_size, tuple(info.mean), tuple(info.std))
-    return Source(training.load_model(folder), takes)
+        info, config, model = load_info(folder), load_config(folder), load_model(folder)
+    except TrainingError as error:
+        raise SourceError(str(error)) from error
+    except ImportError as error:
+        raise SourceError(f"{folder}: a run is read with {error.name}: pip install 'overtone[study]'") from error
+    size = config.image_size
+    assert size is not None  # where it was left open, the run has written what it took
+    return Source(model, Images(info.channels, size, size, tuple(info.mean), tuple(info.std)))
 
 
 LOADERS: dict[str, Callable[[str, bool], Source]] = {"timm": _load_timm, "hf": _load_hf}

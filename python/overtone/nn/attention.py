@@ -100,7 +100,7 @@ class SpectralAttention(nn.Module):
             residual: [B, N, dim], added inside the op.
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
-            first_values: V⁰ for NeuTRENO, from `values` of the first layer.
+            first_values: V⁰ for NeuTRENO, the values that `project` of the first layer gives.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.evaluate() if spectrum is None else spectrum

@@ -25,9 +25,9 @@ MOST_STEPS = 64
 class ExtremalResult(NamedTuple):
     """Each is [...], of the eigenvalues other than the Perron one."""
 
-    smallest: Tensor  # the eigenvalue with the smallest real part
-    second: Tensor  # the eigenvalue with the largest modulus
-    residual: Tensor  # the larger of the two residuals ‖A v − λ v‖, ‖v‖ = 1; zero where A was solved whole
+    smallest: Tensor  #: the eigenvalue with the smallest real part
+    second: Tensor  #: the eigenvalue with the largest modulus
+    residual: Tensor  #: the larger of the two residuals ‖A v − λ v‖, ‖v‖ = 1; zero where A was solved whole
 
 
 @torch.no_grad()

@@ -67,6 +67,7 @@ def frequency_filter(
     mask = checks.token_mask("frequency_filter", mask, x)
     low = checks.channel_gain("frequency_filter", "low", low, x)
     high = checks.channel_gain("frequency_filter", "high", high, x)
+    is_causal = checks.flag("frequency_filter", "is_causal", is_causal)
     if select("frequency_filter", backend, x) == "reference":
         return reference.frequency_filter(x, low, high, mask=mask, is_causal=is_causal)
     return torch.ops.overtone.frequency_filter(x, low, high, mask, is_causal)

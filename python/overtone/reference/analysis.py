@@ -20,19 +20,19 @@ from overtone.reference.linalg import eig_ex, inverse
 class Verdict(IntEnum):
     """One case of `dominance`. The last three are undecided."""
 
-    OTHER = 0  # another eigenvalue of A dominates: no oversmoothing
-    PERRON = 1  # the Perron eigenvalue dominates: oversmoothing
-    TIE = 2  # both sides are equal: the winning λ^H is zero, or A's eigenvalue 1 is not simple
-    CLOSE = 3  # the two sides are closer than the error bound
-    INVALID = 4  # A is not row-stochastic (a row attends to nothing, say), or A or H is not finite
+    OTHER = 0  #: another eigenvalue of A dominates: no oversmoothing
+    PERRON = 1  #: the Perron eigenvalue dominates: oversmoothing
+    TIE = 2  #: both sides are equal: the winning λ^H is zero, or A's eigenvalue 1 is not simple
+    CLOSE = 3  #: the two sides are closer than the error bound
+    INVALID = 4  #: A is not row-stochastic (a row attends to nothing, say), or A or H is not finite
 
 
 class Dominance(NamedTuple):
     """The verdicts of `dominance`, one per case; every field is [...]."""
 
-    verdict: Tensor  # int8, a Verdict
-    margin: Tensor  # max_j |1 + λ_j^H| − max_{j, i ≠ Perron} |1 + λ_j^H λ_i^A|: positive for PERRON
-    error: Tensor  # how far the margin may be off
+    verdict: Tensor  #: int8, a Verdict
+    margin: Tensor  #: max_j |1 + λ_j^H| − max_{j, i ≠ Perron} |1 + λ_j^H λ_i^A|: positive for PERRON
+    error: Tensor  #: how far the margin may be off
 
     @property
     def perron(self) -> Tensor:

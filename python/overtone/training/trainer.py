@@ -94,7 +94,7 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
 
 
 class Sums:
-    """What is added up over an epoch's images, on the device; `of` gives the means."""
+    """What is added up over an epoch's images, on the device: loss, right answers, images, and a ratio per layer."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.values = torch.zeros(3 + layers, dtype=torch.float64, device=device)
