@@ -166,17 +166,20 @@ class TestFilters:
         module(x).square().sum().backward()
         assert module.low.grad.abs().min() > 0 and module.high.grad.abs().min() > 0
 
-    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": PADDING[:, 0, 0]}])
-    def test_contranorm(self, options):
-        x = tokens()
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("mask", [None, PADDING[:, 0, 0], PADDING[:, 0, 0].flip(-1)])
+    def test_contranorm(self, mask, is_causal):
+        x = tokens().requires_grad_()
         unit = x / x.norm(dim=-1, keepdim=True)
         logits = unit @ unit.mT / 0.5
-        if options.get("is_causal"):
-            logits = logits.masked_fill(~torch.ones(N, N, dtype=torch.bool).tril(), -torch.inf)
-        if "mask" in options:
-            logits = logits.masked_fill(~options["mask"][:, None, :], -torch.inf)
-        wanted = 1.2 * x - 0.2 * logits.softmax(-1) @ x
-        torch.testing.assert_close(ot.nn.ContraNorm(0.2, temperature=0.5)(x, **options), wanted)
+        seen = torch.ones(N, N, dtype=torch.bool).tril() if is_causal else torch.ones(N, N, dtype=torch.bool)
+        valid = torch.ones(len(x), N, dtype=torch.bool) if mask is None else mask
+        logits = logits.masked_fill(~(seen & valid[:, None, :]), -1e4)  # −inf would make NaN of rows that see nothing
+        wanted = (1.2 * x - 0.2 * logits.softmax(-1) @ x) * valid[..., None]
+        found = ot.nn.ContraNorm(0.2, temperature=0.5)(x, mask, is_causal)
+        torch.testing.assert_close(found, wanted)
+        grad = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(*(torch.autograd.grad(y, x, grad, retain_graph=True) for y in (found, wanted)))
 
 
 class TestSignedLayerNorm:

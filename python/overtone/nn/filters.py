@@ -40,7 +40,11 @@ class FeatScale(nn.Module):
 
 
 class ContraNorm(nn.Module):
-    """(1 + s)x − s·softmax(x̂ x̂ᵀ / t)x, x̂ the tokens at unit length (Guo et al. 2023)."""
+    """(1 + s)x − s·softmax(x̂ x̂ᵀ / t)x, x̂ the tokens at unit length (Guo et al. 2023).
+
+    forward(x [..., N, C], mask=None, is_causal=False): padding (mask False) takes no part and is zero in the result;
+    with is_causal no token sees a later one.
+    """
 
     def __init__(self, scale: float = 0.1, temperature: float = 1.0) -> None:
         super().__init__()
@@ -48,11 +52,16 @@ class ContraNorm(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         unit = F.normalize(x, dim=-1)
-        key_mask = None if mask is None else mask[..., None, :]
+        takes_part = None
+        if mask is not None:
+            takes_part = mask[..., None, :]
+            if is_causal:  # SDPA takes a mask or is_causal
+                takes_part = takes_part & mask.new_ones(x.shape[-2], x.shape[-2]).tril()
         attended = F.scaled_dot_product_attention(
-            unit, unit, x, attn_mask=key_mask, is_causal=is_causal, scale=1 / self.temperature
+            unit, unit, x, attn_mask=takes_part, is_causal=is_causal and mask is None, scale=1 / self.temperature
         )
-        return (1 + self.scale) * x - self.scale * attended
+        y = (1 + self.scale) * x - self.scale * attended
+        return y if mask is None else y.masked_fill(~mask[..., None], 0)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, temperature={self.temperature}"

@@ -189,7 +189,8 @@ def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _gra
     if grad_values is None and grad_vectors is None:
         return (None,) * (1 + ctx.others)
     if torch.is_grad_enabled():  # to be differentiated again: W as a function of V
-        left = torch.linalg.inv(right.where((info == 0)[..., None, None], torch.eye(right.shape[-1]))).mH
+        unit = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+        left = reference.linalg.inverse(right.where((info == 0)[..., None, None], unit)).mH
         grad = _gradient(grad_values, grad_vectors, values, right, left, info)
     else:
         grad = torch.ops.overtone.eig_gradient(grad_values, grad_vectors, values, right, left, info)

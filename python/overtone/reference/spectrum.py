@@ -6,10 +6,9 @@ W_V W_proj = Hᵀ. Both have the same eigenvalues. Regimes: "sharpen" has λ ≤
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from overtone.reference.linalg import qr
+from overtone.reference.linalg import inverse, qr
 from overtone.types import Spectrum
 
 SIGNS = {"sharpen": -1, "smooth": 1}
@@ -30,7 +29,7 @@ def symmetric(theta: Tensor, psi: Tensor, regime: str = "sharpen", bounded: bool
 def general(v: Tensor, eigenvalues: Tensor, regime: str = "sharpen") -> Spectrum:
     """W = V Λ V⁻¹ with Λ clipped to [−1, 0] or [0, 1]. Outside the interval the gradient is zero: start inside."""
     low, high = sorted((0, _sign(regime)))
-    return Spectrum(v, eigenvalues.clamp(low, high), torch.linalg.inv(v))
+    return Spectrum(v, eigenvalues.clamp(low, high), inverse(v))
 
 
 def compose(spectrum: Spectrum) -> Tensor:
@@ -46,7 +45,7 @@ def compose_symmetric(theta: Tensor, eigenvalues: Tensor) -> Tensor:
 
 def compose_general(v: Tensor, eigenvalues: Tensor) -> Tensor:
     """V diag(λ) V⁻¹."""
-    return compose(Spectrum(v, eigenvalues, torch.linalg.inv(v)))
+    return compose(Spectrum(v, eigenvalues, inverse(v)))
 
 
 def _sign(regime: str) -> int:
