@@ -348,21 +348,30 @@ def case_gradient_of_a_gradient():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def case_checkpointing():
+def case_checkpointing(launched):
+    """The same bits, from a forward pass that runs again in backward."""
     from torch.utils.checkpoint import checkpoint
 
     args = random_call(batch=1)
     call = as_call(ot.spectral_attention, backend="triton")
     plain = accuracy.outputs_and_gradients(call, args)
+    once = list(launched)
+    launched.clear()
     saved = accuracy.outputs_and_gradients(lambda *a: checkpoint(call, *a, use_reentrant=False), args)
+    assert launched == once[:2] + once  # attention and projection, then both again before backward's kernels
     for a, b in zip(plain[0] + plain[1], saved[0] + saved[1], strict=True):
         assert torch.equal(a, b)
 
 
 def case_autocast():
+    """What is given in float32 is cast as if by hand, but for the eigenvalues; gradients come back in float32."""
     args = random_call(batch=1)
+    call = as_call(ot.spectral_attention, backend="triton")
     with torch.autocast("cpu", dtype=torch.float16):
-        y, low, _ = as_call(ot.spectral_attention, backend="triton")(*args)
+        results = call(*args)
+    half = (a if a is None or i == ARGUMENTS.index("eigenvalues") else a.half() for i, a in enumerate(args))
+    assert all(torch.equal(a, b) for a, b in zip(results, call(*half), strict=True))
+    y, low, _ = results
     assert y.dtype == torch.float16 and low.dtype == torch.float32
     gradients = torch.autograd.grad(y.float().sum() + low.sum(), args[:6])
     assert all(g.dtype == torch.float32 for g in gradients)

@@ -120,9 +120,9 @@ def forward(
     fused = call.table.fused(call.channels, call.keys)
     y = query.new_empty(call.batch, call.queries, call.channels)
     wide_y = call.empty(*y.shape) if need_wide and y.dtype != torch.float32 else None
-    keeps_heads = need_backward or fused is None
-    heads = query.new_empty(call.batch, call.queries, call.features) if keeps_heads else None
-    rows = call.empty(call.batch, call.heads, call.queries, 2) if keeps_heads else None
+    stores_heads = need_backward or fused is None
+    heads = query.new_empty(call.batch, call.queries, call.features) if stores_heads else None
+    rows = call.empty(call.batch, call.heads, call.queries, 2) if need_backward else None
 
     def make_heads(blocks: configs.Blocks) -> None:
         launch(

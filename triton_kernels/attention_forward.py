@@ -111,7 +111,7 @@ def attention_kernel(
     D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
-    """A block of queries of one head -> heads [B, N, H·D] and softmax_rows [B, H, N, 2]."""
+    """A block of queries of one head -> heads [B, N, H·D] and, with p_rows, softmax_rows [B, H, N, 2]."""
     i_b, i_h, i_m = locate_block(n_queries, n_heads, BM)
     if p_mask is not None:
         p_mask = at_head(p_mask, i_b, i_h, mask_sb, mask_sh)
@@ -122,8 +122,9 @@ def attention_kernel(
     )
     p_head = at_head(p_heads, i_b, i_h, mul64(n_queries, n_heads * D), D)
     store_head(p_head, n_heads * D, b_o, i_m, n_queries, D, BM, BD)
-    p_rows = at_head(p_rows, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
-    store_softmax_rows(p_rows, b_max, b_inverse, i_m, n_queries, BM)
+    if p_rows is not None:
+        p_rows = at_head(p_rows, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
+        store_softmax_rows(p_rows, b_max, b_inverse, i_m, n_queries, BM)
 
 
 @triton.jit

@@ -227,42 +227,64 @@ def ours(shape: Shape, dtype: torch.dtype, architecture: str, training: bool) ->
 
 
 def eager(shape: Shape, dtype: torch.dtype, training: bool, norms_dtype: torch.dtype = torch.float32) -> list[Cost]:
-    """SDPA, scale, matmul, add and norms, as PyTorch runs them one by one; SDPA itself is fused.
+    """SDPA, scale, matmul, add and norms, as PyTorch runs them one by one; SDPA itself is one operation.
 
-    The norms are taken in float32, as overtone's reference and autocast take them, or in `norms_dtype`.
+    Counted is what benchmarks/attention.py times beside us: every operation that PyTorch dispatches there, with each of
+    its tensors once (a test runs it and compares). It takes the norms of y.float(), as overtone's reference and autocast
+    do: rounded to bfloat16 the mean would hide an HFC below 1/256 of it. With `norms_dtype` they are taken in that
+    dtype instead. In half precision that leaves 15 tensors of tokens in the forward pass, of which our single launch
+    needs 5 and the statistics of its blocks of 32 tokens another half of one: 0.37, and never less than a third.
     """
     b, n, c, h = shape[1:]
     u = b * n * c * dtype.itemsize  # a tensor of tokens
-    wide = b * n * c * norms_dtype.itemsize
-    weight = c * c * dtype.itemsize
+    wide, mean, each = (size * norms_dtype.itemsize for size in (b * n * c, b * c, b))
+    weight, vector, wide_vector = c * c * dtype.itemsize, c * dtype.itemsize, 4 * c
     rows = 4 * b * h * n  # SDPA's log-sum-exp
     scores, projection = 2 * b * n * n * c, 2 * b * n * c * c
-    casts = norms_dtype != dtype
+    casts, casts_vector = norms_dtype != dtype, dtype != torch.float32
     forward = [
         Cost("sdpa", 3 * u, u + rows, 2 * scores),
-        Cost("scale", u, u, 0),
+        *([Cost("eigenvalues to dtype", wide_vector, vector, 0)] * casts_vector),
+        Cost("scale", u + vector, u, 0),
         Cost("matmul", u + weight, u, projection),
         Cost("add", 2 * u, u, 0),
         *([Cost("to the norms' dtype", u, wide, 0)] * casts),
-        Cost("mean", wide, 0, 0),
-        Cost("subtract mean", wide, wide, 0),
-        Cost("norm", wide, 0, 0),
+        Cost("mean", wide, mean, 0),
+        Cost("norm of the mean", mean, each, 0),
+        Cost("times √N", each, each, 0),
+        Cost("subtract mean", wide + mean, wide, 0),
+        Cost("norm", wide, each, 0),
     ]
     backward = [
-        Cost("norm backward", wide, wide, 0),
-        Cost("mean backward: sum", wide, 0, 0),
-        Cost("mean backward: add", wide, wide, 0),
+        *_norm_backward(wide, each, b),
+        Cost("subtract backward: minus", wide, wide, 0),
+        Cost("subtract backward: sum", wide, mean, 0),
+        Cost("times √N backward", each, each, 0),
+        *_norm_backward(mean, each, b),
+        Cost("add gradients of the mean", 2 * mean, mean, 0),
+        Cost("mean backward", mean, wide, 0),
+        Cost("add gradients of y", 2 * wide, wide, 0),
         *([Cost("from the norms' dtype", wide, u, 0)] * casts),
         Cost("add to grad_y", 2 * u, u, 0),
-        Cost("matmul backward: heads", u + weight, u, projection),
         Cost("matmul backward: basis", 2 * u, weight, projection),
-        Cost("scale backward: heads", u, u, 0),
+        Cost("matmul backward: heads", u + weight, u, projection),
         Cost("scale backward: product", 2 * u, u, 0),
-        Cost("scale backward: sum", u, 0, 0),
-        Cost("sdpa backward: delta", 2 * u, rows, 0),
-        Cost("sdpa backward", 4 * u + 2 * rows, 3 * u, 5 * scores),
+        Cost("scale backward: heads", u + vector, u, 0),
+        Cost("scale backward: sum", u, vector, 0),
+        *([Cost("eigenvalues to dtype backward", vector, wide_vector, 0)] * casts_vector),
+        Cost("sdpa backward", 5 * u + rows, 3 * u, 5 * scores),
     ]
     return forward + backward if training else forward
+
+
+def _norm_backward(wide: int, each: int, samples: int) -> list[Cost]:
+    """grad · x / ‖x‖, and zero where ‖x‖ is."""
+    return [
+        Cost("norm backward: divide", wide + each, wide, 0),
+        Cost("norm backward: is zero", each, samples, 0),
+        Cost("norm backward: fill", wide + samples, wide, 0),
+        Cost("norm backward: times gradient", wide + each, wide, 0),
+    ]
 
 
 def roofline(costs: list[Cost], gpu: Gpu) -> float:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention: forward with norms and every gradient, on a packed qkv."""
+    """A call of attention: forward with norms and, unless it is for inference, every gradient, on a packed qkv."""
 
     dtype: torch.dtype
     tokens: int
@@ -137,11 +137,13 @@ class AttentionCall(NamedTuple):
     mask: str = ""  # "bool", or "bias", which needs a gradient
     is_causal: bool = False
     precision: str = "ieee"
+    is_inference: bool = False
 
     @property
     def name(self) -> str:
         sizes = f"N={self.tokens},D={self.width},E={self.channels}"
-        marks = ("causal" * self.is_causal, self.mask, self.precision.removeprefix("ieee"))
+        precision, mode = self.precision.removeprefix("ieee"), "inference" * self.is_inference
+        marks = ("causal" * self.is_causal, self.mask, precision, mode)
         return ",".join((sizes, *filter(None, marks)))
 
     def __call__(self) -> None:
@@ -155,9 +157,10 @@ class AttentionCall(NamedTuple):
         mask = torch.empty(shape, dtype=dtypes[self.mask], device="meta") if self.mask else None
         rest = mask, self.is_causal, self.width**-0.5
         with _matmul_precision("high" if self.precision == "tf32" else "highest"):
-            y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, True)
+            y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, not self.is_inference)
             needs = 63 if self.mask == "bias" else 31
-            attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
+            if not self.is_inference:
+                attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
 
 
 @contextmanager
@@ -172,16 +175,13 @@ def _matmul_precision(name: str) -> Iterator[None]:
 
 def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
     """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks."""
-    is_first = architecture == attention_configs.column_of(architecture)  # of those that share their blocks
-    if dtype == torch.float16:  # bfloat16's kernels with another type in the instructions: a sample will do
-        sizes = itertools.product((197, 1024), (192, 768)) if is_first else ()
-        return [AttentionCall(dtype, tokens, 64, channels) for tokens, channels in sizes]
     calls = []
-    has_tf32 = dtype == torch.float32 and architecture.startswith("sm_") and is_first
+    has_tf32 = dtype == torch.float32 and architecture.startswith("sm_")
     for precision, width in itertools.product(("ieee", "tf32") if has_tf32 else ("ieee",), (64, 128)):
         call = partial(AttentionCall, dtype, precision=precision)
         calls += [call(tokens, width, channels) for tokens in (50, 65, 197, 1024) for channels in (192, 768)]
         for channels in (192, 768):
+            calls += [call(tokens, width, channels, is_inference=True) for tokens in (197, 1024)]
             if dtype != torch.float32:  # whose blocks are the same with and without a mask
                 calls += [call(tokens, width, channels, is_causal=True) for tokens in (197, 1024)]
             if (architecture, width) != ("gfx1100", 128):  # where backward spills with any blocks: slow, not wrong
@@ -240,7 +240,12 @@ def compile_all(
 
 
 def _compile_listed(architecture: str, dtype: torch.dtype, index: int) -> Usage:
-    return compile(kernels(dtype, architecture)[index], ARCHITECTURES[architecture])
+    return compile(_listed(architecture, dtype)[index], ARCHITECTURES[architecture])
+
+
+@cache
+def _listed(architecture: str, dtype: torch.dtype) -> list[Kernel]:
+    return kernels(dtype, architecture)
 
 
 def occupancy(architecture: Architecture, registers: int, shared: int, warps: int) -> float:

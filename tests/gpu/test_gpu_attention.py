@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import accuracy, compiling, repeat
+from kit import accuracy, compiling, repeat, shapes
 from test_attention import as_call, random_call
 from test_triton_attention import step_by_step
 
@@ -18,8 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def on_gpu(args):
-    """The arguments on the GPU with their strides, leaves again."""
-    return tuple(None if a is None else a.detach().cuda().requires_grad_(a.requires_grad) for a in args)
+    return tuple(None if a is None else shapes.on_gpu(a) for a in args)
 
 
 def random_calls(**sizes):

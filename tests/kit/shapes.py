@@ -33,6 +33,13 @@ def with_layout(x: Tensor, layout: str) -> Tensor:
     return view
 
 
+def on_gpu(x: Tensor) -> Tensor:
+    """A copy there with the same strides, which .cuda() does not keep where memory has gaps; a leaf, as x was one."""
+    storage = x.new_empty(0).set_(x.detach().untyped_storage())
+    copy = storage.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+    return copy.requires_grad_(x.requires_grad)
+
+
 def token_tensors(max_batch: int = 3) -> st.SearchStrategy[tuple[tuple[int, ...], str]]:
     """(shape, layout) of a token tensor, with every size from empty to odd."""
     batch = st.lists(st.integers(0, max_batch), max_size=2)
