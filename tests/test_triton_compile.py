@@ -13,8 +13,8 @@ import argparse
 import csv
 import itertools
 import re
-import subprocess
-import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,19 +67,53 @@ def test_limits_and_budget(capsys):
     assert {line.split()[-5] for line in report.splitlines()[1:-1]} == set(ARCHITECTURES)
 
 
-@pytest.mark.slow
-def test_the_table_is_what_the_script_derives():
-    """For a sample: a row of NVIDIA's and of AMD's that takes few compilations."""
-    script = Path(__file__).parents[1] / "scripts" / "attention_blocks"
-    sample = ("sm_80", "gfx942", "--kernel", "projection", "--dtype", "half")
-    command = [sys.executable, str(script), *sample]
-    derived = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    from overtone.triton_kernels import attention_configs
+@pytest.fixture
+def script():
+    """scripts/attention_blocks as a module."""
+    loader = SourceFileLoader("attention_blocks", str(Path(__file__).parents[1] / "scripts" / "attention_blocks"))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
 
-    header, *shipped = (line.split() for line in attention_configs._TABLE.strip().splitlines())
-    columns = [0, 1, 2, 3, header.index("sm_80"), header.index("gfx942")]
-    wanted = [[row[i] for i in columns] for row in shipped if (row[0], row[3]) == ("half", "projection")]
-    assert len(wanted) == 1 and [line.split() for line in derived[1:]] == wanted
+
+def shipped_cells(script):
+    """(column, row) -> cell of the table."""
+    header, *lines = (line.split() for line in script.configs._TABLE.strip().splitlines())
+    return {(column, script.Row(*line[:4])): line[i] for line in lines for i, column in enumerate(header) if i > 3}
+
+
+def test_the_table_is_what_the_script_derives(script, monkeypatch):
+    """From what compilation said of candidates when it ran, where that is recorded: nothing is compiled here."""
+
+    def not_recorded(search, blocks, *_):
+        pytest.fail(f"not in {script.RECORD.name}: {search.column} {search.row} {blocks}; run scripts/attention_blocks")
+
+    monkeypatch.setattr(script.Search, "compile", not_recorded)
+    record = script.Record(script.RECORD, resume=True)
+    recorded = {(column, script.Row(*row)) for *row, column, _ in record.verdicts}
+    assert recorded <= set(shipped_cells(script))
+    for column in script.configs.COLUMNS:
+        cells = {row: cell for (place, row), cell in shipped_cells(script).items() if place == column}
+        for row in script.rows():
+            if (column, row) in recorded:
+                assert script.cell(row, column, cells, record) == cells[row], (column, row)
+
+
+def test_every_cell_is_a_candidate_of_the_script(script):
+    """Also those that are not recorded."""
+    for (column, row), cell in shipped_cells(script).items():
+        assert cell == "-" or cell in {script.as_cell(blocks) for blocks, _ in script.candidates(row, column)}
+
+
+@pytest.mark.slow
+def test_the_record_is_what_compilation_says(script):
+    """For a sample: a row of NVIDIA's and of AMD's that takes few compilations."""
+    recorded = script.Record(script.RECORD, resume=True).verdicts
+    row = script.Row("half", "any", "any", "projection")
+    for column in ("sm_80", "gfx942"):
+        anew = script.Record()
+        assert script.cell(row, column, {}, anew) == shipped_cells(script)[column, row]
+        assert anew.verdicts.items() <= recorded.items()
 
 
 def test_every_architecture_is_tested(aot):
@@ -109,8 +143,8 @@ def test_every_kernel_and_configuration_is_compiled(aot):
             if "BT" in k.launch.meta and "BC" in k.launch.meta and "num_stages" not in k.launch.meta
         }
     for name in aot.ARCHITECTURES:
-        precisions = [(torch.float32, "ieee"), (torch.bfloat16, "ieee")]
-        if name in ("sm_80", "sm_90"):
+        precisions = [(dtype, "ieee") for dtype in aot.ATTENTION_DTYPES]
+        if attention_configs.has_tf32(name):
             precisions.append((torch.float32, "tf32"))
         for dtype, precision in precisions:
             launched = [kernel.launch.meta.items() for kernel in aot.kernels(dtype, name)]
@@ -120,25 +154,37 @@ def test_every_kernel_and_configuration_is_compiled(aot):
 
 
 def test_what_a_call_may_ask_for_is_compiled(aot):
-    """Both kinds of masks, causal, and TF32 on the first architecture of a column."""
+    """Both kinds of masks, causal, TF32, and inference, which keeps nothing for backward."""
+    from overtone.triton_kernels import attention_configs
+
     masks = {(False, None), (False, torch.bool), (True, torch.float32)}
     for name in aot.ARCHITECTURES:
-        wanted = {(torch.bfloat16, "ieee", *mask) for mask in masks | {(True, None)}}
+        half = (torch.bfloat16, torch.float16)
+        wanted = {(dtype, "ieee", *mask) for dtype in half for mask in masks | {(True, None)}}
         wanted |= {(torch.float32, "ieee", *mask) for mask in masks}
-        if name in ("sm_80", "sm_90"):
+        if attention_configs.has_tf32(name):
             wanted |= {(torch.float32, "tf32", *mask) for mask in masks}
         asked = {
             (kernel.name, dtype, meta["PRECISION"], meta["IS_CAUSAL"], _mask_dtype(kernel.launch))
-            for dtype in (torch.float32, torch.bfloat16)
+            for dtype in aot.ATTENTION_DTYPES
             for kernel in aot.kernels(dtype, name)
             if "IS_CAUSAL" in (meta := kernel.launch.meta)
         }
         for kernel in ("attention", "key_value_gradient", "query_gradient"):
             assert {(kernel, *rest) for rest in wanted} <= asked
+        for dtype in aot.ATTENTION_DTYPES:
+            first = [kernel for kernel in aot.kernels(dtype, name) if kernel.name in ("attention", "fused")]
+            for form in {kernel.name for kernel in first}:
+                kept = {_argument(kernel.launch, "p_rows") is not None for kernel in first if kernel.name == form}
+                assert kept == {False, True}, (name, dtype, form)
+
+
+def _argument(launch, name):
+    return dict(zip(launch.kernel.arg_names, launch.args, strict=False))[name]
 
 
 def _mask_dtype(launch):
-    mask = dict(zip(launch.kernel.arg_names, launch.args, strict=False))["p_mask"]
+    mask = _argument(launch, "p_mask")
     return None if mask is None else mask.dtype
 
 
@@ -291,7 +337,7 @@ class DispatchedBytes(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # norms in another dtype; in the same
 @pytest.mark.parametrize("training", [False, True])
 def test_eager_is_what_the_benchmark_dispatches(dtype, training):
-    """Operation by operation, in any order. On CPU tensors: formulas are the GPU's, and SDPA is one operation there too."""
+    """Operation by operation, in any order. On CPU tensors: the formulas are a GPU's, and SDPA is one operation too."""
     from overtone.benchmarks import attention as benchmark
     from overtone.triton_kernels import attention_model as model
 
@@ -303,7 +349,8 @@ def test_eager_is_what_the_benchmark_dispatches(dtype, training):
         results = benchmark._by_sdpa(*inputs)
         if training:
             torch.autograd.grad(results, inputs, gradients)
-    assert sorted(dispatched.counts) == sorted((cost.read, cost.written) for cost in model.eager(shape, dtype, training))
+    counted = [(cost.read, cost.written) for cost in model.eager(shape, dtype, training)]
+    assert sorted(dispatched.counts) == sorted(counted)
 
 
 # The largest allowed ratio of our bytes to eager PyTorch's: one launch, two launches, and with backward. Were eager's

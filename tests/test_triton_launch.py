@@ -117,8 +117,8 @@ def test_every_gpu_has_blocks(name, wanted):
 
     assert attention_configs.column_of(name) == wanted
     for dtype, precision in ((torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")):
-        if precision == "tf32" and name.startswith("gfx"):
-            continue  # AMD's Triton has no TF32
+        if precision == "tf32" and not attention_configs.has_tf32(name):
+            continue
         for width, masked in ((1, False), (64, True), (72, False), (128, True)):
             if not attention_configs.is_shipped(name, dtype, width):
                 assert (dtype, wanted) == (torch.float32, "gfx1100") and width > 64
@@ -175,7 +175,9 @@ def test_tf32_only_where_torch_allows_it(attention):
         assert precisions(torch.float32, "sm_80") == {"ieee"}
         torch.set_float32_matmul_precision("high")
         assert precisions(torch.float32, "sm_80") == {"tf32"}
-        assert precisions(torch.float32, "gfx942") == {"ieee"}  # AMD's Triton has no TF32
+        assert precisions(torch.float32, "sm_90") == {"tf32"}
+        for without in ("sm_86", "sm_89", "sm_100", "sm_120", "gfx942"):
+            assert precisions(torch.float32, without) == {"ieee"}
         assert precisions(torch.float16, "sm_80") == {"ieee"}
     finally:
         torch.set_float32_matmul_precision(before)

@@ -103,8 +103,8 @@ def _strided(x: Tensor | None, dimensions: int) -> tuple:
 
 
 def _dot_precision(query: Tensor) -> str:
-    """How float32 is multiplied: exactly, unless torch allows TF32 (which AMD's Triton does not have)."""
-    allowed = torch.get_float32_matmul_precision() != "highest" and architecture(query.device).startswith("sm_")
+    """How float32 is multiplied: exactly, unless torch allows TF32 and there are blocks for it."""
+    allowed = torch.get_float32_matmul_precision() != "highest" and configs.has_tf32(architecture(query.device))
     return "tf32" if allowed and query.dtype == torch.float32 else "ieee"
 
 

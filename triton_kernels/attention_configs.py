@@ -44,14 +44,10 @@ TILES = {
 # masked: with attn_mask, whose tile takes registers too. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
 # one after the other, where registers do not hold both. "-": no blocks fit, or none are needed. gfx1100 has no matrix
 # instructions for float32, and its registers do not hold a tile of wide heads then (16 × 16 logits spill 164 bytes).
-# Not derived yet, but taken over from an older search because they fit: half precision on gfx1100 from "masked
-# key_value_gradient" down; on sm_80 "half 128" from "plain key_value_gradient" down, "tf32 64 query_gradient" and
-# "tf32 128" but for heads_gradient; on sm_90 "half 128 plain query_gradient" and tf32's last gradients of 128;
-# on gfx942 "half basis_gradient": the script's 32.32.32 loads no vectors of 16 bytes.
 _TABLE = """
 dtype width mask   kernel             sm_80         sm_90         gfx942        gfx1100
 half  any   any    projection         128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.32.8.3
-half  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  64.64.64.4.3  32.32.32.4.3
+half  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  64.32.32.4.3  32.32.32.4.3
 half  64    any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3
 half  64    plain  attention          128.32.4.3    64.64.4.3     128.64.4.3    128.32.8.3
 half  64    plain  attention_whole    32.256.4.1    64.256.4.1    32.256.4.1    -
@@ -64,14 +60,14 @@ half  64    masked attention          128.32.8.3    128.64.8.3    128.64.8.3    
 half  64    masked fused              32.64.8.3     64.32.8.3     16.64.4.3     -
 half  64    masked key_value_gradient 32.32.4.3     32.128.8.3    32.64.4.1     16.32.4.1
 half  64    masked key_value_apart    -             -             -             -
-half  64    masked query_gradient     128.32.8.3    128.32.8.3    128.32.8.3    32.16.8.1
-half  128   any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    32.32.4.2
-half  128   plain  attention          128.64.8.3    128.64.8.3    128.64.4.2    16.32.4.1
+half  64    masked query_gradient     128.32.8.3    128.32.8.3    128.32.8.3    32.16.4.3
+half  128   any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.1
+half  128   plain  attention          128.64.8.3    128.64.8.3    128.64.4.2    128.32.8.1
 half  128   plain  attention_whole    32.256.8.1    64.256.8.1    -             -
-half  128   plain  key_value_gradient 64.64.8.2     32.128.8.3    32.32.4.1     -
-half  128   plain  key_value_apart    -             -             -             16.32.4.1
-half  128   plain  query_gradient     64.64.8.2     64.64.8.2     128.32.4.3    32.16.8.1
-half  128   masked attention          64.32.8.2     64.64.8.3     128.32.8.3    16.16.4.1
+half  128   plain  key_value_gradient 64.64.8.2     32.128.8.3    32.32.4.1     16.16.8.2
+half  128   plain  key_value_apart    -             -             -             -
+half  128   plain  query_gradient     64.64.8.2     64.64.8.2     128.32.4.3    32.32.8.1
+half  128   masked attention          64.32.8.2     64.64.8.3     128.32.8.3    64.32.8.1
 half  128   masked key_value_gradient 32.64.8.1     32.128.8.3    32.32.4.3     -
 half  128   masked key_value_apart    -             -             -             16.16.4.1
 half  128   masked query_gradient     64.64.8.2     128.32.8.3    64.32.4.1     32.16.8.1
@@ -89,7 +85,7 @@ tf32  128   any    key_value_gradient 16.16.4.1     16.16.4.1     -             
 tf32  128   any    key_value_apart    -             -             -             -
 tf32  128   any    query_gradient     16.16.4.1     16.16.4.1     -             -
 float any   any    projection         64.64.32.8.2  64.64.32.8.2  64.64.32.8.2  64.64.32.8.2
-float any   any    basis_gradient     32.32.32.8.2  64.64.32.8.2  32.32.32.8.2  32.32.32.4.2
+float any   any    basis_gradient     32.32.32.8.2  64.64.32.8.2  32.32.32.4.2  32.32.32.4.2
 float 64    any    heads_gradient     32.32.8.2     32.32.8.2     32.32.8.2     32.32.8.2
 float 64    any    attention          16.16.8.2     16.16.8.2     32.16.4.2     16.16.4.2
 float 64    any    key_value_gradient 16.16.4.2     16.16.8.2     16.32.4.2     16.16.8.2
@@ -170,6 +166,11 @@ def padded_width(width: int) -> int:
 def is_shipped(architecture: str, dtype: torch.dtype, width: int) -> bool:
     """Whether there are blocks for heads of this dtype and width on this architecture."""
     return "attention" in table(architecture, dtype, "ieee", width, masked=False).blocks
+
+
+def has_tf32(architecture: str) -> bool:
+    """Elsewhere its blocks spill or want more shared memory than there is; AMD's Triton does not have it."""
+    return architecture in ("sm_80", "sm_90")
 
 
 def column_of(architecture: str) -> str:

@@ -230,10 +230,10 @@ def eager(shape: Shape, dtype: torch.dtype, training: bool, norms_dtype: torch.d
     """SDPA, scale, matmul, add and norms, as PyTorch runs them one by one; SDPA itself is one operation.
 
     Counted is what benchmarks/attention.py times beside us: every operation that PyTorch dispatches there, with each of
-    its tensors once (a test runs it and compares). It takes the norms of y.float(), as overtone's reference and autocast
-    do: rounded to bfloat16 the mean would hide an HFC below 1/256 of it. With `norms_dtype` they are taken in that
-    dtype instead. In half precision that leaves 15 tensors of tokens in the forward pass, of which our single launch
-    needs 5 and the statistics of its blocks of 32 tokens another half of one: 0.37, and never less than a third.
+    its tensors once (a test runs it and compares). It takes the norms of y.float(), as the reference and autocast do:
+    rounded to bfloat16, the mean hides an HFC below 1/256 of it. With `norms_dtype` they are taken in that dtype.
+    In bfloat16 throughout, eager's forward pass would move 15 tensors of tokens. Our single launch moves 5 and, in
+    blocks of 32 tokens, half of one as their statistics: 0.37 of that, and at least a third whatever its statistics.
     """
     b, n, c, h = shape[1:]
     u = b * n * c * dtype.itemsize  # a tensor of tokens

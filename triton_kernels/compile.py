@@ -176,7 +176,7 @@ def _matmul_precision(name: str) -> Iterator[None]:
 def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
     """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks."""
     calls = []
-    has_tf32 = dtype == torch.float32 and architecture.startswith("sm_")
+    has_tf32 = dtype == torch.float32 and attention_configs.has_tf32(architecture)
     for precision, width in itertools.product(("ieee", "tf32") if has_tf32 else ("ieee",), (64, 128)):
         call = partial(AttentionCall, dtype, precision=precision)
         calls += [call(tokens, width, channels) for tokens in (50, 65, 197, 1024) for channels in (192, 768)]
