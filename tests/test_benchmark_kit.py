@@ -408,9 +408,9 @@ def test_command_refuses_figures_disturbed_during_the_run(only, capsys, monkeypa
 
 def test_command_filters(capsys):
     assert command("--list", "--op", "frequency_norms", "--dtype", "bfloat16", "--mode", "forward") == 0
-    assert capsys.readouterr().out == "frequency_norms 64x197x192 bfloat16 forward\n"
+    assert capsys.readouterr().out == "  frequency_norms 64x197x192 bfloat16 forward\n"
     assert command("--list", "--op", "frequency_nroms", "--mode", "forward") == 2
-    assert "no case has --op frequency_nroms, --mode forward" in capsys.readouterr().err
+    assert "no case has --op frequency_nroms, --mode forward; `overtone bench --list`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--seconds", "-1"], ["--threads", "two"]])

@@ -91,13 +91,19 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(f"{'*' if case.name in standard else ' '} {case.name}" for case in cases))
     elif not args.all:
-        # A filter that leaves nothing of the standard set means the other cases.
-        cases = [case for case in cases if case.name in standard] or cases
+        cases = _narrowed(cases, standard, named=args.op or ())
     if not cases:
-        return _fail(f"no case has {_describe_filters(args)}; `overtone bench --list` prints them all", code=2)
+        beyond = "" if args.all or args.list else " in the standard set (--all: in all)"
+        return _fail(f"no case{beyond} has {_describe_filters(args)}; `overtone bench --list` prints them all", code=2)
     if args.list:
         return 0
     return _against(args, [case.name for case in cases]) if args.against else _compare(args, cases)
+
+
+def _narrowed(cases: Sequence[Case], standard: set[str], named: Sequence[str]) -> list[Case]:
+    """The standard cases; and all of an op that was named and has none of them."""
+    has_standard = {case.op for case in cases if case.name in standard}
+    return [case for case in cases if case.name in standard or (case.op in named and case.op not in has_standard)]
 
 
 def _standard_names() -> set[str]:
