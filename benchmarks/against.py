@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -61,10 +62,8 @@ class Process:
 
     def _ask(self, **order: Any) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
-        try:
+        with suppress(BrokenPipeError):  # the missing answer says it
             print(json.dumps(order), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # the missing answer says it
         answer = self._process.stdout.readline()
         if not answer:
             raise SideDied(f"a benchmark process ended with status {self._process.wait()}")
@@ -84,7 +83,8 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it has died, and that was said
+            self._process.stdin.close()
         self._process.wait()
 
 

@@ -8,7 +8,7 @@ weight. A library that is not installed is skipped, with a message.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import overtone as ot
 from overtone.benchmarks.attention import B_224, S_224, TI_224, TI_CIFAR, Shape
 from overtone.benchmarks.case import Case, Results
+from overtone.benchmarks.check import Check, Evidence, against_truth
 from overtone.benchmarks.libraries import imported
 from overtone.benchmarks.step import PlainAttention, basis_caches
 from overtone.reference.linalg import inverse
@@ -164,6 +165,22 @@ def _plain_spectral(kind: str, shape: Shape, weights: tuple[Tensor, ...]) -> Bui
     return _built(module, dict(zip(names, weights, strict=True)), UNPACKED)
 
 
+def _check_packed(results: Results, evidence: Evidence) -> Check:
+    """The standard check of y and the gradients of x, qkv's weight and bias, proj's weight and bias.
+
+    q, k and v are judged as the one parameter that they are in timm and here: the gradient of the keys' bias alone is
+    zero, since a softmax does not see it, and all that is left of it is rounding.
+    """
+
+    def packed(parts: Results) -> Results:
+        return parts if len(parts) == 1 else (*parts[:2], torch.cat(parts[2:5]), torch.cat(parts[5:8]), *parts[8:])
+
+    if len(results) != len(evidence.plain):
+        return Check.failed(f"got {len(results)} results, wanted {len(evidence.plain)}")
+    judged = replace(evidence, plain=packed(evidence.plain), truth=packed(evidence.truth))
+    return against_truth(packed(results), judged)
+
+
 def _inputs(shape: Shape, kind: str) -> tuple[Tensor, ...]:
     """Tokens, the gradient of the result, and weights of a kind's shapes."""
     generator = torch.Generator().manual_seed(0)
@@ -200,6 +217,7 @@ def _case(kind: str, shape: Shape, mode: str) -> Case:
         flops=(3 if both else 1) * linear + (7 if both else 2) * attention,
         bytes=(3 if both else 1) * 2 * tokens * shape.channels * 4,
         limit="matmul",
+        check=_check_packed if kind == "free" else against_truth,
         takes_backward=both,
     )
 

@@ -57,6 +57,8 @@ def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
     failed = {name: check["message"] for name, check in result["checks"].items() if not check["passed"]}
     return {
         "trusted": result["trusted"],
+        # whether every baseline took part: without some of them the fastest is not known
+        "complete": set(result["baselines"]) <= set(result["checks"]),
         "undisturbed_rounds": result["undisturbed_rounds"],
         "median_ms": {name: _digits(1e3 * result["seconds"][name]["median"]) for name in right if result["seconds"]},
         "ratios": {name: _digits(ratio) for name, ratio in result["ratios"].items()},
@@ -120,7 +122,7 @@ def plotted(summary: Mapping[str, Any]) -> Mapping[str, float]:
     return {
         name.replace(" float32", ""): min(result["ratios"].values())
         for name, result in known
-        if result and result["trusted"] and result["ratios"]
+        if result and result["trusted"] and result["complete"] and result["ratios"]
     }
 
 

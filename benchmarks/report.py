@@ -172,6 +172,7 @@ def _result_as_json(result: Result) -> dict[str, object]:
         "bytes": case.bytes,
         "limit": case.limit,
         "passed": result.passed,
+        "baselines": list(case.baselines),
         "checks": {name: _finite(asdict(check)) for name, check in result.checks.items()},
         "trusted": result.trusted,
         "rounds": measurement.rounds if measurement else 0,

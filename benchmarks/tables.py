@@ -39,8 +39,8 @@ class Figures:
     def markdown(self, results: Results) -> str:
         head = [self.title, *(re.sub(r"(\d)x(\d)", r"\1×\2", shape) for shape in self.shapes)]
         body = [[row.label, *(_cell(row, shape, results) for shape in self.shapes)] for row in self.rows]
-        lines = [head, ["---"] * len(head), *body]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        first, *rest = (f"| {' | '.join(line)} |" for line in (head, *body))
+        return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
 def _cell(row: Row, shape: str, results: Results) -> str:
@@ -54,7 +54,7 @@ def _cell(row: Row, shape: str, results: Results) -> str:
         return _megabytes(result["memory"], baseline)
     ratios = result["ratios"]
     if row.says == FASTEST:
-        return _ratio(min(ratios.values(), default=None))
+        return _ratio(min(ratios.values(), default=None) if result["complete"] else None)
     return _ratio(ratios.get(row.says))
 
 

@@ -35,6 +35,7 @@ def result(name: str = NAME, ratio: float = 2.0, **fields) -> dict:
         "undisturbed_rounds": 10,
         "seconds": {"ours": {"median": 0.001}, "torch.linalg": {"median": ratio * 0.001}},
         "ratios": {"torch.linalg": ratio},
+        "baselines": ["torch.linalg"],
         "memory": {"ours": 1_000_000, "torch.linalg": 2_500_000},
         "checks": {"ours": {"passed": True, "message": ""}, "torch.linalg": {"passed": True, "message": ""}},
     }
@@ -98,6 +99,13 @@ def test_losses_are_bold_disturbed_and_missing_cases_are_a_dash():
 
 def test_the_fastest_baseline_is_the_smallest_ratio():
     assert cells(Row("fastest", QR, FASTEST), result(ratios={"a": 3.0, "b": 1.5}))[0] == "1.50"
+
+
+def test_without_every_baseline_the_fastest_is_not_known():
+    """As after --no-compile."""
+    left_out = result(baselines=["torch.linalg", "compiled torch.linalg"])
+    assert cells(Row("fastest", QR, FASTEST), left_out)[0] == "–"
+    assert cells(Row("× torch", QR, "torch.linalg"), left_out)[0] == "2.00"
 
 
 def test_memory_is_ours_and_theirs():

@@ -136,6 +136,7 @@ def ratio_bars(name: str, title: str, ratios: Mapping[str, float], *, x: str, al
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(values)), list(ratios), fontsize=6)
         axes.set(xlabel=x)
+        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         return _finish(canvas, name, title, alt)
