@@ -1,7 +1,7 @@
 """The README's figures from runs kept as JSON: a small summary, the tables between two marks, and a plot.
 
 A run on another machine or with another torch is refused: a table has one machine. Where two runs have the same case,
-the undisturbed one counts, and of two such the later.
+the undisturbed one counts, then the one with all its baselines, then the later.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     wanted, results = standard_names(), {}
     for run in runs:
         for result in run["results"]:
-            name, known = result["name"], results.get(result["name"])
-            if name in wanted and not (known and known["trusted"] and not result["trusted"]):
-                results[name] = _summary(result)
+            summary, known = _summary(result), results.get(result["name"])
+            if result["name"] in wanted and (known is None or _worth(summary) >= _worth(known)):
+                results[result["name"]] = summary
     commits = list(dict.fromkeys(run["machine"]["commit"] for run in runs))
     return {"format": FORMAT, "machine": machines[0], "commits": commits, "results": results}
+
+
+def _worth(summary: Mapping[str, Any]) -> tuple[bool, bool]:
+    return summary["trusted"], summary["complete"]
 
 
 def _summary(result: Mapping[str, Any]) -> dict[str, Any]:

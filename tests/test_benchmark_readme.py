@@ -131,6 +131,8 @@ def test_the_letters_of_a_shape_stay():
 def test_of_two_runs_the_undisturbed_one_counts_and_then_the_later():
     summary = readme.summarize([run(result(ratio=2.0)), run(result(ratio=3.0, trusted=False))])
     assert summary["results"][NAME]["ratios"] == {"torch.linalg": 2.0}
+    incomplete = result(ratio=3.0, baselines=["torch.linalg", "compiled torch.linalg"])
+    assert readme.summarize([run(result(ratio=2.0)), run(incomplete)])["results"][NAME]["complete"]
     summary = readme.summarize([run(result(ratio=2.0)), run(result(ratio=3.0))])
     assert summary["results"][NAME]["ratios"] == {"torch.linalg": 3.0}
 
