@@ -91,7 +91,7 @@ def region(summary: Mapping[str, Any]) -> str:
     disturbed = sum(not result["trusted"] for result in summary["results"].values())
     words = (
         f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['threads']} threads, kernels at {machine['isa']}, "
-        f"torch {versions['torch']}, float32, commit {commits}. Medians of one run, ours and the baselines in turns; "
+        f"torch {versions['torch']}, float32, commit {commits}. Medians, ours and the baselines in turns; "
         "above 1 we are faster, **losses are bold**. A dash: not measured on an undisturbed machine"
         + (f" ({disturbed} cases)." if disturbed else ".")
     )

@@ -204,8 +204,9 @@ def _qr(batch: int, n: int) -> Case:
     )  # fmt: skip
 
 
-def _step(batch: int, depth: int) -> Case:
-    return step_case(StepShape(f"batch {batch} depth {depth}", batch, 32, 4, depth=depth))
+def _step(batch: int, size: int, depth: int) -> Case:
+    """A training step of ViT-Ti⁻ with patches of 4 × 4 pixels."""
+    return step_case(StepShape(f"batch {batch} {size}px depth {depth}", batch, size, 4, depth=depth))
 
 
 def sweeps() -> list[Sweep]:
@@ -218,7 +219,7 @@ def sweeps() -> list[Sweep]:
         Sweep("frequency_norms", "N", tokens, lambda n: _norms(64, n, 192), linear, {"reference": 1.0}, since=128),
         Sweep("frequency_norms", "batch", (4, 16, 64, 256), lambda b: _norms(b, 197, 192), linear, {}, since=16),
         Sweep("frequency_norms", "d", (64, 128, 256, 512, 1024), lambda d: _norms(32, 197, d), linear, {}, since=128),
-        # N² d of attention against N d² of the projection: most of the work from N = 4 d on
+        # 4 N² d of attention and 2 N d² of the projection: five times as much from N = 512 on
         Sweep(
             "spectral_attention", "N", tokens, lambda n: _attention(1, n, 192), {OURS: 2.0, "reference": 2.0},
             {OURS: 1.0, "reference": 2.0}, since=512,
@@ -229,21 +230,27 @@ def sweeps() -> list[Sweep]:
             {OURS: 1.0, "reference": 2.0}, since=256,
         ),
         Sweep("spectral_attention", "batch", batches, lambda b: _attention(b, 197, 192), linear, linear, since=4),
-        # A head is 64 wide: N² d of attention, N d² of the projection, of equal size at d = 2 N
+        # The same two are equal at d = 2 N; our memory is the basis, packed for the projection
         Sweep(
             "spectral_attention", "d", (64, 128, 256, 512, 1024), lambda d: _attention(4, 65, d),
-            {OURS: 2.0, "reference": 2.0}, linear, since=256,
+            {OURS: 2.0, "reference": 2.0}, {OURS: 2.0, "reference": 1.0}, since=256,
         ),
         Sweep("eigh", "n", (16, 32, 64, 128, 256), lambda n: _eigh(64, n), {OURS: 3.0, "reference": 3.0},
               {OURS: 2.0, "reference": 2.0}, since=64),
         Sweep("eigh", "batch", (64, 256, 1024, 4096), lambda b: _eigh(b, 16), linear, linear, since=256),
         Sweep("qr", "n", (32, 64, 128, 256, 512), lambda n: _qr(12, n), {OURS: 3.0, "reference": 3.0},
               {OURS: 2.0, "reference": 2.0}, since=128),
-        Sweep("training_step", "depth", (1, 2, 4, 8), lambda k: _step(8, k), model, model, since=2),
-        Sweep("training_step", "batch", (2, 4, 8, 16, 32), lambda b: _step(b, 2), model, model, since=8),
+        Sweep("training_step", "depth", (1, 2, 4, 8), lambda k: _step(8, 32, k), model, model, since=2),
+        # Products with weights are most of it up to N = 6 d: linear
+        Sweep(
+            "training_step", "N", (17, 65, 145, 257), lambda n: _step(4, 4 * math.isqrt(n - 1), 2), model, model,
+            since=65,
+        ),
+        Sweep("training_step", "batch", (2, 4, 8, 16, 32), lambda b: _step(b, 32, 2), model, model, since=8),
         Sweep("spectral_attention", "threads", counts, partial(_same, _attention(16, 197, 192)), ideal, {}),
-        Sweep("eigh", "threads", counts, partial(_same, _eigh(1024, 16)), ideal, {}),
-        Sweep("training_step", "threads", counts, partial(_same, _step(8, 2)), {OURS: -1.0, "plain": -1.0}, {}),
+        # torch solves a batch one by one
+        Sweep("eigh", "threads", counts, partial(_same, _eigh(1024, 16)), {OURS: -1.0, "reference": 0.0}, {}),
+        Sweep("training_step", "threads", counts, partial(_same, _step(8, 32, 2)), {OURS: -1.0, "plain": -1.0}, {}),
     ]  # fmt: skip
 
 
