@@ -47,8 +47,10 @@ class Side(Protocol):
 class Process:
     """A side in a process of its own; `site` is the folder of its package, None for this one's."""
 
-    def __init__(self, site: Path | None) -> None:
+    def __init__(self, site: Path | None, threads: int | None = None) -> None:
         environment = dict(os.environ)
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
         if site is not None:
             environment["PYTHONPATH"] = str(site)
         self.cpu = 0.0

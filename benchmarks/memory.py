@@ -2,8 +2,9 @@
 
 On the CPU the kernel's own count is read, VmHWM of /proc/self/status: every byte that the call touches, whoever
 allocates it (torch, our extension's scratch, MKL). Before the call the allocator gives free pages back, or the call
-would reuse them unseen, and the peak is set back to what is in use now. So the figure counts pages (of 4 KiB), and not
-what a library keeps from its first call to its last. On a GPU it is the peak of torch's allocator.
+would reuse them unseen, and the peak is set back to what is in use now. So the figure counts pages: those that the
+allocator keeps though they are free again (blocks below 32 MiB) count, as they do for the machine, and what a library
+keeps from its first call to its last does not. On a GPU it is the peak of torch's allocator.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overtone.benchmarks.scaling import TIME, Curve, Measured
+from overtone.report.figures import SERIES, Figure, log_log
 from overtone.report.figures import Curve as Line
-from overtone.report.figures import Figure, log_log
 from overtone.report.page import Page, Section
 from overtone.report.table import Table
 
@@ -49,7 +49,7 @@ def figures(measured: Measured) -> list[Figure]:
     found = []
     for quantity, (factor, unit) in UNITS.items():
         curves = [curve for curve in measured.curves() if curve.quantity == quantity and any(curve.y)]
-        lines = [line for curve in curves for line in _lines(curve, factor)]
+        lines = [line for curve, colour in zip(curves, SERIES, strict=False) for line in _lines(curve, factor, colour)]
         if lines:
             title = f"{quantity.capitalize()} of {measured.sweep.title}"
             name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
@@ -58,14 +58,16 @@ def figures(measured: Measured) -> list[Figure]:
     return found
 
 
-def _lines(curve: Curve, factor: float) -> list[Line]:
-    lines = [Line(f"{curve.contender}{_exponent(curve)}", curve.x, [factor * y for y in curve.y])]
+def _lines(curve: Curve, factor: float, colour: str) -> list[Line]:
+    """The points, and dashes of the theoretical slope through the last of them."""
+    lines = [Line(f"{curve.contender}{_exponent(curve)}", curve.x, [factor * y for y in curve.y], colour=colour)]
     points = curve.asymptotic
     if curve.theory is not None and len(points) > 1 and points[-1][1] > 0:
         end, height = points[-1]
         x = [value for value, _ in points]
         label = f"slope {curve.theory:g}"
-        lines.append(Line(label, x, [factor * height * (value / end) ** curve.theory for value in x], dashed=True))
+        y = [factor * height * (value / end) ** curve.theory for value in x]
+        lines.append(Line(label, x, y, colour=colour, dashed=True))
     return lines
 
 

@@ -196,6 +196,13 @@ def test_the_command_finds_nothing_between_equal_commits(capsys):
     assert "overtone-against" not in left
 
 
+def test_threads_and_package_of_a_side(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(against.subprocess, "Popen", lambda command, env, **_: started.append(env))
+    Process(tmp_path, threads=3)
+    assert started[0]["OMP_NUM_THREADS"] == "3" and started[0]["PYTHONPATH"] == str(tmp_path)
+
+
 @needs_git
 def test_an_unknown_commit_is_one_line(capsys):
     assert main(["bench", "--against", "no-such-commit", "--op", "qr"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ examples:
   overtone bench --scaling reports/scaling.html          time and memory against N, batch, d, depth, threads
 How a figure is made, and what the JSON holds: docs/benchmarks.md
 """
+DISTURBED = "other processes used the machine during the run, and --require-idle was given"
 FILTERS = {"op": "op", "shape": "shape", "dtype": "dtype_name", "mode": "mode", "backend": "backend"}
 
 
@@ -132,7 +134,7 @@ def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
     print(report.table(result))
     _write_json(args.json, report.as_json(result))
     if args.require_idle and not result.idle:
-        return _fail("other processes used the machine during the run, and --require-idle was given", code=1)
+        return _fail(DISTURBED, code=1)
     return 0 if result.passed else 1
 
 
@@ -147,7 +149,7 @@ def _against(args: argparse.Namespace, names: Sequence[str]) -> int:
         with builds.other_build(args.against) as site:
             results = against.compare_all(
                 names,
-                lambda: (against.Process(site), against.Process(None)),
+                lambda: (against.Process(site, args.threads), against.Process(None, args.threads)),
                 lambda comparison: print(comparison.row(), flush=True),
                 **options,
             )
@@ -158,11 +160,15 @@ def _against(args: argparse.Namespace, names: Sequence[str]) -> int:
     print(f", by more than {against.TOLERANCE:.0%} and noise:" if wrong else ".")
     print("\n".join(result.row() for result in wrong), end="\n" if wrong else "")
     _write_json(args.json, {"against": args.against, "results": [dataclasses.asdict(result) for result in results]})
+    if args.require_idle and not all(result.trusted for result in results):
+        return _fail(DISTURBED, code=1)
     return 1 if wrong else 0
 
 
 def _scaling(args: argparse.Namespace) -> int:
     """How cost grows, as a table and a page."""
+    if importlib.util.find_spec("matplotlib") is None:  # said before the minutes that measuring takes
+        return _fail("figures need matplotlib: pip install 'overtone[report]'", code=2)
     from overtone.benchmarks import machine, scaling, scaling_page
 
     plan = dataclasses.replace(scaling.PLAN, rounds=1, slice_seconds=0.0) if args.quick else scaling.PLAN
@@ -178,6 +184,8 @@ def _scaling(args: argparse.Namespace) -> int:
     failures = [failure for each in measured for failure in each.failures]
     for failure in failures:
         _say(f"FAILED {failure}")
+    if args.require_idle and any(each.disturbed for each in measured):
+        return _fail(DISTURBED, code=1)
     return 1 if failures else 0
 
 
