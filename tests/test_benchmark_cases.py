@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -12,15 +11,15 @@ import torch
 
 import overtone as ot
 from overtone.backends import KERNELS, BackendStatus
-from overtone.benchmarks import compose, extremal, kit, libraries, metrics, modules, placement, step, tables
+from overtone.benchmarks import compose, extremal, kit, libraries, metrics, modules, placement, report, step, tables
 from overtone.benchmarks.attention import Shape
 from overtone.benchmarks.case import MODES
-from overtone.cli import bench
+from overtone.cli import bench, main
 
 SMALL = Shape("small", 2, 9, 32, 2)
 
 
-def passed(case, **fields) -> bool:
+def passed(case) -> bool:
     with ot.use_backend("cpu" if ot.backends()["cpu"].available else "reference"):
         trial = kit.Trial(case)
         checks = {name: trial.check(name, trial.call(f)) for name, f in kit.contenders(case, compiled=False).items()}
@@ -73,8 +72,6 @@ def test_a_missing_library_is_skipped_with_a_message(monkeypatch):
     monkeypatch.setattr(modules, "imported", missing)
     case = modules._case("free", SMALL, "forward")
     result = kit.run_case(case, kit.Plan(rounds=1, seconds=1.0, slice_seconds=0.0), compiled=False)
-    from overtone.benchmarks import report
-
     outcome = kit.Run([result], kit.Plan(), True, kit.machine.describe(), 0.0, {"cpu": 1e11})
     text = report.table(outcome)
     assert result.checks["timm"].skipped and "timm" not in result.ratios
@@ -153,13 +150,6 @@ def test_triton_runs_in_its_interpreter():
 # The standard set, and the rest.
 
 
-def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["bench", *arguments])
-    return args.run(args)
-
-
 def test_the_standard_set_is_what_the_readme_shows():
     names = {case.name for case in kit.all_cases()}
     assert tables.standard_names() <= names
@@ -167,10 +157,10 @@ def test_the_standard_set_is_what_the_readme_shows():
 
 
 def test_the_list_shows_both(capsys):
-    assert command("--list", "--op", "qr", "--mode", "forward", "--dtype", "float32") == 0
+    assert main(["bench", "--list", "--op", "qr", "--mode", "forward", "--dtype", "float32"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "* qr 12x768 float32 forward" in lines
-    assert command("--list", "--op", "qr", "--mode", "backward") == 0
+    assert main(["bench", "--list", "--op", "qr", "--mode", "backward"]) == 0
     assert all(line.startswith("  qr") for line in capsys.readouterr().out.splitlines())
 
 
@@ -178,7 +168,7 @@ def test_the_default_is_the_standard_set_and_all_is_all(monkeypatch):
     chosen = []
     monkeypatch.setattr(bench, "_compare", lambda args, cases: chosen.append([case.name for case in cases]) or 0)
     for arguments in ([], ["--all"], ["--op", "compose_general", "attention_module"]):
-        assert command(*arguments) == 0
+        assert main(["bench", *arguments]) == 0
     standard, every, beyond = chosen
     assert set(standard) == tables.standard_names() and len(every) == len(kit.all_cases())
     assert sum(name.startswith("compose_general") for name in beyond) == 9, "it has nothing in the standard set"
