@@ -5,13 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import overtone as ot
 from overtone.backends import KERNELS, BackendStatus
-from overtone.benchmarks import compose, extremal, kit, libraries, metrics, modules, placement, report, step, tables
+from overtone.benchmarks import (
+    compose,
+    extremal,
+    kit,
+    libraries,
+    machine,
+    metrics,
+    modules,
+    placement,
+    report,
+    step,
+    tables,
+)
 from overtone.benchmarks.attention import Shape
 from overtone.benchmarks.case import MODES
 from overtone.cli import bench, main
@@ -70,9 +83,10 @@ def test_a_missing_library_is_skipped_with_a_message(monkeypatch):
         raise libraries.MissingLibrary("the package timm is not installed")
 
     monkeypatch.setattr(modules, "imported", missing)
+    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: 0.0))
     case = modules._case("free", SMALL, "forward")
     result = kit.run_case(case, kit.Plan(rounds=1, seconds=1.0, slice_seconds=0.0), compiled=False)
-    outcome = kit.Run([result], kit.Plan(), True, kit.machine.describe(), 0.0, {"cpu": 1e11})
+    outcome = kit.Run([result], kit.Plan(), True, machine.describe(), 0.0, {"cpu": 1e11})
     text = report.table(outcome)
     assert result.checks["timm"].skipped and "timm" not in result.ratios
     assert "skipped timm: the package timm is not installed" in text
