@@ -369,6 +369,7 @@ def only(monkeypatch):
 
     def install(*cases: Case, foreign_cpus: float = 0.0) -> None:
         monkeypatch.setattr(kit, "all_cases", lambda: list(cases))
+        monkeypatch.setattr(bench, "_standard_names", lambda: {case.name for case in cases})
         monkeypatch.setattr(machine, "foreign_cpus", lambda: foreign_cpus)
 
     return install
