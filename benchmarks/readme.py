@@ -87,7 +87,7 @@ def as_text(summary: Mapping[str, Any]) -> str:
 def region(summary: Mapping[str, Any]) -> str:
     """What stands between the marks."""
     machine, versions = summary["machine"], summary["machine"]["versions"]
-    commits = ", ".join(commit[:10] if commit else "unknown" for commit in summary["commits"])
+    commits = ", ".join(map(_short, summary["commits"]))
     disturbed = sum(not result["trusted"] for result in summary["results"].values())
     words = (
         f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['threads']} threads, kernels at {machine['isa']}, "
@@ -97,6 +97,12 @@ def region(summary: Mapping[str, Any]) -> str:
     )
     tables = [table.markdown(summary["results"]) for table in TABLES]
     return "\n\n".join([_wrapped(words), *tables])
+
+
+def _short(commit: str | None) -> str:
+    """Ten letters, and whether the checkout was edited."""
+    name, plus, edited = (commit or "unknown").partition("+")
+    return name[:10] + plus + edited
 
 
 def _wrapped(text: str, width: int = 120) -> str:

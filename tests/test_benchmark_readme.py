@@ -180,6 +180,13 @@ def test_the_command_writes_three_files(tmp_path, monkeypatch, capsys):
     assert "written: README.md" in capsys.readouterr().err
 
 
+def test_an_edited_checkout_is_named_so():
+    edited = {**MACHINE, "commit": "0123456789abcdef+changes"}
+    assert "commit 0123456789+changes, 0123456789." in " ".join(
+        readme.region(readme.summarize([run(machine=edited), run()])).split()
+    )
+
+
 def test_a_readme_without_marks_is_refused():
     with pytest.raises(readme.RunsDoNotFit, match="wanted the marks"):
         readme.replaced("nothing", readme.summarize([run()]))
