@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import Case, with_compiled
+from overtone.benchmarks.case import MODES, Case, with_compiled
 
-FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
+FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 
 
 class Shape(NamedTuple):
@@ -37,10 +37,16 @@ TI_224 = Shape("Ti-224", 32, 197, 192, 3)
 S_224 = Shape("S-224", 16, 197, 384, 6)
 B_224 = Shape("B-224", 8, 197, 768, 12)
 LONG = Shape("N4096", 1, 4096, 192, 3)
+# Sizes between, so that growth is visible: half the batch for twice the tokens.
+BETWEEN = (Shape("N50", 128, 50, 192, 3), Shape("Ti-384", 8, 577, 192, 3), Shape("N1025", 4, 1025, 192, 3))
 
 # How many times faster than the best plain PyTorch is wanted in float32, (forward, forward+backward). In bfloat16,
 # which this package's kernels compute in float32, as fast; beside PyTorch's float32 stands the same shape in float32.
 TARGETS = {TI_CIFAR: (1.7, 1.8), TI_224: (1.65, 1.75), S_224: (1.55, 1.6), B_224: (1.35, 1.4), LONG: (1.0, 1.0)}
+
+# Products of attention's size and of the projection's: scores and values; backward: scores again, and two for each of
+# the two. The projection, and twice it.
+PRODUCTS = {FORWARD: (2, 1), BACKWARD: (5, 2), FORWARD_BACKWARD: (7, 3)}
 
 
 def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, eigenvalues: Tensor, basis: Tensor, residual: Tensor):
@@ -71,36 +77,35 @@ def _inputs(shape: Shape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
 
 
 def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
-    both = mode == FORWARD_BACKWARD
     baselines = with_compiled({"reference": partial(_with_norms, ot.reference.spectral_attention), "sdpa": _by_sdpa})
     if shape is LONG:  # the reference's matrices of logits would take gigabytes in float64
         baselines = {"reference": baselines["reference"], "sdpa": _by_sdpa}
     products = 2 * shape.batch * shape.tokens * shape.channels
     attention, projection = products * shape.tokens, products * shape.channels
     tensors = 5 * shape.batch * shape.tokens * shape.channels  # q, k, v, residual, y
-    target = TARGETS[shape][both] if dtype == torch.float32 else 1.0
+    target = TARGETS[shape][mode != FORWARD] if shape in TARGETS else None
+    if dtype != torch.float32:
+        target = 1.0
     return Case(
         op="spectral_attention",
         shape=shape.label,
         dtype=dtype,
         mode=mode,
         setup=lambda: _inputs(shape, dtype, mode),
-        ours=partial(_with_norms, partial(ot.spectral_attention, backend="cpu")),
+        ours=partial(_with_norms, ot.spectral_attention),
         baselines=baselines,
-        # scores and values; backward: scores again, and two products for each of the two. The projection, and twice it.
-        flops=(7 if both else 2) * attention + (3 if both else 1) * projection,
-        bytes=(3 if both else 1) * tensors * dtype.itemsize,
+        flops=PRODUCTS[mode][0] * attention + PRODUCTS[mode][1] * projection,
+        bytes=PRODUCTS[mode][1] * tensors * dtype.itemsize,
         limit="matmul",
-        targets=dict.fromkeys(baselines, target),
+        targets={} if target is None or mode == BACKWARD else dict.fromkeys(baselines, target),
     )
 
 
 def cases() -> list[Case]:
-    modes = (FORWARD, FORWARD_BACKWARD)
     return [
         _case(shape, dtype, mode)
         for dtype in (torch.float32, torch.bfloat16)
-        for shape in TARGETS
-        for mode in modes
-        if dtype == torch.float32 or shape is not LONG
+        for shape in (*TARGETS, *BETWEEN)
+        for mode in MODES
+        if dtype == torch.float32 or (shape in TARGETS and shape is not LONG)
     ]

@@ -63,6 +63,8 @@ class Case:
     variant: str = ""  # what distinguishes cases of one op, for instance "causal"
     targets: Mapping[str, float] = field(default_factory=dict)  # baseline -> how many times faster we want to be
     check: Callable[[Results, Evidence], Check] = against_truth
+    backend: str = "cpu"  # whose kernels run; placement.py adds a copy of the case for every other one that is here
+    takes_backward: bool = False  # the functions take their own backward and return the gradients
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -80,7 +82,13 @@ class Case:
     @property
     def name(self) -> str:
         """Unique among the cases."""
-        return " ".join(filter(None, (self.op, self.variant, self.shape, self.dtype_name, self.mode)))
+        backend = "" if self.backend == "cpu" else f"[{self.backend}]"
+        return " ".join(filter(None, (self.op, self.variant, self.shape, self.dtype_name, self.mode, backend)))
+
+    @property
+    def binding(self) -> str:
+        """The mode in which the functions are called."""
+        return "forward" if self.takes_backward else self.mode
 
     @property
     def reference(self) -> Function:
@@ -96,6 +104,19 @@ class Call:
 
     def results(self) -> Results:
         return self.run(self.prepare())
+
+
+def synchronized(call: Call, device: str) -> Call:
+    """The call, waiting for the device's work to be done."""
+    if device == "cpu":
+        return call
+
+    def run(state: Any) -> Results:
+        results = call.run(state)
+        torch.accelerator.synchronize()
+        return results
+
+    return Call(run, call.prepare)
 
 
 def as_results(value: Any) -> Results:

@@ -21,6 +21,11 @@ class Check:
     error: float
     tolerance: float
     message: str = ""
+    skipped: bool = False  # it could not run here for want of a package, which is no mistake
+
+    @staticmethod
+    def missing(message: str) -> Check:
+        return Check(False, float("nan"), float("nan"), message, skipped=True)
 
     @staticmethod
     def failed(message: str) -> Check:

@@ -59,7 +59,7 @@ def _inputs(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def _ours(attention: Tensor, weight: Tensor) -> Results:
-    return tuple(ot.analysis.dominance(attention, weight, backend="cpu"))
+    return tuple(ot.analysis.dominance(attention, weight))
 
 
 def _reference(attention: Tensor, weight: Tensor) -> Results:

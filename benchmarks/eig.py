@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Results
+from overtone.benchmarks.case import MODES, Case, Function, Results
 from overtone.benchmarks.check import ERROR_FACTOR, Check, Evidence
-from overtone.benchmarks.threads import split_over_threads
+from overtone.benchmarks.threads import SplitOverThreads
+
+FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 
 
 class Shape(NamedTuple):
@@ -70,10 +72,10 @@ def _case(op: str, shape: Shape, dtype: torch.dtype, target: float | None) -> Ca
         op=op,
         shape=shape.label,
         dtype=dtype,
-        mode="forward",
+        mode=FORWARD,
         setup=partial(_matrices, shape, dtype),
-        ours=partial(getattr(ot.linalg, op), backend="cpu"),
-        baselines={"torch": plain, "torch split": split_over_threads(plain)},
+        ours=getattr(ot.linalg, op),
+        baselines={"torch": plain, "torch split": SplitOverThreads(plain)},
         flops=flops,
         bytes=shape.batch * shape.n**2 * dtype.itemsize,
         limit="matmul",
@@ -82,8 +84,36 @@ def _case(op: str, shape: Shape, dtype: torch.dtype, target: float | None) -> Ca
     )
 
 
+def _sums_of_squares(solver: Function) -> Function:
+    """Σ Re(λ)² and Σ Im(λ)²: what the order of the eigenvalues does not change."""
+
+    def sums(a: Tensor) -> tuple[Tensor, Tensor]:
+        values = solver(a)
+        return values.real.square().sum(-1), values.imag.square().sum(-1)
+
+    return sums
+
+
+def _training(shape: Shape, mode: str) -> Case:
+    return Case(
+        op="eigvals",
+        shape=shape.label,
+        dtype=torch.float64,
+        mode=mode,
+        setup=lambda: (_matrices(shape, torch.float64)[0].requires_grad_(),),
+        ours=_sums_of_squares(ot.linalg.eigvals),
+        baselines={"torch": _sums_of_squares(torch.linalg.eigvals)},
+        # with the vectors; backward: a product and a solve
+        flops=shape.batch * shape.n**3 * (31 if mode == FORWARD_BACKWARD else 4),
+        bytes=3 * shape.batch * shape.n**2 * 8,
+        limit="matmul",
+    )
+
+
 def cases() -> list[Case]:
     values = [_case("eigvals", shape, torch.float32, target) for shape, target in TARGETS.items()]
     wide = [_case("eigvals", shape, torch.float64, FLOAT64_SHARE * target) for shape, target in TARGETS.items()]
     vectors = [_case("eig", shape, torch.float32, None) for shape in TARGETS if shape.n <= 197]
-    return [*values, *wide, *vectors]
+    small = [shape for shape in TARGETS if shape.n <= 65]
+    training = [_training(shape, mode) for shape in small for mode in (BACKWARD, FORWARD_BACKWARD)]
+    return [*values, *wide, *vectors, *training]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Function, with_compiled
+from overtone.benchmarks.case import MODES, Case, Function, with_compiled
 
-FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
+FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 TAU = 0.5
 
 
@@ -40,6 +40,10 @@ SETTINGS = (
     (Shape(64, 197, 192), torch.bfloat16),
     (Shape(8, 197, 768), torch.float32),
     (Shape(256, 65, 192), torch.float32),
+    # Sizes between, so that growth is visible.
+    (Shape(64, 50, 192), torch.float32),
+    (Shape(16, 577, 192), torch.float32),
+    (Shape(8, 1025, 192), torch.float32),
 )
 
 
@@ -62,7 +66,7 @@ def _filter_by_mean(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _causal_by_cumsum(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    counts = torch.arange(1, x.shape[-2] + 1, dtype=torch.float32)[:, None]
+    counts = torch.arange(1, x.shape[-2] + 1, dtype=torch.float32, device=x.device)[:, None]
     mean = x.cumsum(-2, dtype=torch.float32) / counts
     return torch.addcmul((low - high) * mean, x, high).to(x.dtype)
 
@@ -72,7 +76,7 @@ def _causal_by_matmul(tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     average = torch.ones(tokens, tokens).tril() / torch.arange(1, tokens + 1)[:, None]
 
     def causal_by_matmul(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        return torch.addcmul((low - high) * (average @ x.float()), x, high).to(x.dtype)
+        return torch.addcmul((low - high) * (average.to(x.device) @ x.float()), x, high).to(x.dtype)
 
     return causal_by_matmul
 
@@ -98,28 +102,28 @@ def _gains(shape: Shape, trained: bool) -> tuple[Tensor, Tensor]:
 
 
 def _norms(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
-    both = mode == FORWARD_BACKWARD
+    forward, backward = mode != BACKWARD, mode != FORWARD
     return Case(
         op="frequency_norms",
         shape=shape.label,
         dtype=dtype,
         mode=mode,
         setup=lambda: (_tokens(shape, dtype, mode),),
-        ours=partial(ot.frequency_norms, backend="cpu"),
+        ours=ot.frequency_norms,
         baselines=with_compiled(
             {"reference": ot.reference.frequency_norms, "by mean": _norms_by_mean, "by variance": _norms_by_variance}
         ),
         # sum; subtract, square, sum. Backward: subtract mean, scale, add the low part
-        flops=(4 + 3 * both) * shape.elements,
+        flops=(4 * forward + 3 * backward) * shape.elements,
         # read x. Backward: read x, write its gradient
-        bytes=(1 + 2 * both) * shape.elements * dtype.itemsize,
-        limit="map" if both else "read",
-        targets={} if both else {"reference": 3.0, "compiled reference": 1.5},
+        bytes=(forward + 2 * backward) * shape.elements * dtype.itemsize,
+        limit="map" if backward else "read",
+        targets={} if backward else {"reference": 3.0, "compiled reference": 1.5},
     )
 
 
 def _filter(shape: Shape, dtype: torch.dtype, mode: str, *, trained: bool = False, causal: bool = False) -> Case:
-    both = mode == FORWARD_BACKWARD
+    forward, backward = mode != BACKWARD, mode != FORWARD
     by_hand: dict[str, Function] = {"by mean": _filter_by_mean}
     if causal:
         by_hand = {"by cumsum": _causal_by_cumsum, "by matmul": _causal_by_matmul(shape.tokens)}
@@ -130,40 +134,39 @@ def _filter(shape: Shape, dtype: torch.dtype, mode: str, *, trained: bool = Fals
         dtype=dtype,
         mode=mode,
         setup=lambda: (_tokens(shape, dtype, mode), *_gains(shape, trained)),
-        ours=partial(ot.frequency_filter, is_causal=causal, backend="cpu"),
+        ours=partial(ot.frequency_filter, is_causal=causal),
         baselines=with_compiled({"reference": partial(ot.reference.frequency_filter, is_causal=causal), **by_hand}),
         # sum; scale, add. Backward: the same, and a product and a sum for each trained gain
-        flops=(3 + 3 * both + 4 * trained) * shape.elements,
+        flops=(3 * forward + 3 * backward + 4 * trained) * shape.elements,
         # read x, write y. Backward: read y's gradient, write x's; trained gains read x again
-        bytes=(2 + 2 * both + trained) * shape.elements * dtype.itemsize,
-        targets={"reference": 2.0} if both and not causal else {},
+        bytes=(2 * forward + 2 * backward + trained) * shape.elements * dtype.itemsize,
+        targets={"reference": 2.0} if mode == FORWARD_BACKWARD and not causal else {},
     )
 
 
 def _de_escalate(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
-    both = mode == FORWARD_BACKWARD
+    forward, backward = mode != BACKWARD, mode != FORWARD
     return Case(
         op="de_escalate",
         shape=shape.label,
         dtype=dtype,
         mode=mode,
         setup=lambda: (_tokens(shape, dtype, mode),),
-        ours=partial(ot.de_escalate, tau=TAU, backend="cpu"),
+        ours=partial(ot.de_escalate, tau=TAU),
         baselines=with_compiled(
             {"reference": partial(ot.reference.de_escalate, tau=TAU), "by mean": _de_escalate_by_mean}
         ),
-        flops=(2 + 2 * both) * shape.elements,
-        bytes=(2 + 2 * both) * shape.elements * dtype.itemsize,
+        flops=2 * (forward + backward) * shape.elements,
+        bytes=2 * (forward + backward) * shape.elements * dtype.itemsize,
     )
 
 
 def cases() -> list[Case]:
     """Grouped by op."""
-    modes = (FORWARD, FORWARD_BACKWARD)
     return [
-        *(_norms(*setting, mode) for setting in SETTINGS for mode in modes),
-        *(_filter(*setting, mode) for setting in SETTINGS for mode in modes),
+        *(_norms(*setting, mode) for setting in SETTINGS for mode in MODES),
+        *(_filter(*setting, mode) for setting in SETTINGS for mode in MODES),
         *(_filter(*setting, FORWARD_BACKWARD, trained=True) for setting in SETTINGS),
-        *(_filter(*setting, mode, causal=True) for setting in SETTINGS for mode in modes),
-        *(_de_escalate(*setting, mode) for setting in SETTINGS for mode in modes),
+        *(_filter(*setting, mode, causal=True) for setting in SETTINGS for mode in MODES),
+        *(_de_escalate(*setting, mode) for setting in SETTINGS for mode in MODES),
     ]

@@ -4,53 +4,72 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overtone.benchmarks import machine
-from overtone.benchmarks.case import Call, Case, Compiled, Function, Results, as_results, bind
+import overtone as ot
+from overtone.benchmarks import machine, memory
+from overtone.benchmarks.case import Call, Case, Compiled, Function, Results, as_results, bind, synchronized
 from overtone.benchmarks.check import Check, Evidence, widened
+from overtone.benchmarks.libraries import MissingLibrary
+from overtone.benchmarks.placement import device_of, moved, placed
 from overtone.benchmarks.timing import Measurement, Plan, Timing, interleave
 
 OURS = "ours"
 BF16_WAY_OUT = "PyTorch's bfloat16 products die on this machine; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
 # The files of cases, one per op family, named like the op in every other layer.
-MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance", "step")
+MODULES = (
+    "frequency",
+    "metrics",
+    "attention",
+    "eig",
+    "eigh",
+    "extremal",
+    "qr",
+    "compose",
+    "dominance",
+    "modules",
+    "step",
+)
 
 
 def all_cases() -> list[Case]:
-    """Every case of every module, in order."""
+    """Every case of every module, on every backend present, in order."""
     modules = (importlib.import_module(f"overtone.benchmarks.{name}") for name in MODULES)
-    return [case for module in modules for case in module.cases()]
+    return [copy for module in modules for case in module.cases() for copy in placed(case)]
 
 
 class Trial:
-    """A case with its inputs made, and the evidence by which its contenders are judged."""
+    """A case with its inputs made, and the evidence by which its contenders are judged, on the CPU."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.inputs = case.setup()
+        self.device = device_of(case.backend)
+        given = case.setup()
+        self.inputs = tuple(moved(value, self.device) for value in given)
         self.grads = self._random_grads()
         plain = self.call(case.reference).results()
-        self.evidence = Evidence(self.inputs, plain, self._truth())
+        self.evidence = Evidence(given, _on_cpu(plain), _on_cpu(self._truth()))
 
     def call(self, function: Function) -> Call:
-        return bind(function, self.inputs, self.grads, self.case.mode)
+        return synchronized(bind(function, self.inputs, self.grads, self.case.binding), self.device)
 
     def check(self, name: str, call: Call) -> Check:
         """Whether the contender of that name gives the right results."""
         evidence = self.evidence if name == OURS else replace(self.evidence, summed=_elements(self.inputs))
         try:
-            return self.case.check(call.results(), evidence)
+            return self.case.check(_on_cpu(call.results()), evidence)
+        except MissingLibrary as missing:
+            return Check.missing(str(missing))
         except Exception as error:  # whatever a contender raises, the other contenders and cases still run
             return Check.failed(f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     def _random_grads(self) -> Results:
-        if self.case.mode == "forward":
+        if self.case.binding == "forward":
             return ()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -59,8 +78,12 @@ class Trial:
 
     def _truth(self) -> Results:
         inputs = tuple(map(_widened_input, self.inputs))
-        call = bind(self.case.reference, inputs, tuple(map(widened, self.grads)), self.case.mode)
+        call = bind(self.case.reference, inputs, tuple(map(widened, self.grads)), self.case.binding)
         return tuple(map(widened, call.results()))
+
+
+def _on_cpu(results: Results) -> Results:
+    return tuple(moved(result, "cpu") for result in results)
 
 
 def _elements(inputs: tuple[Any, ...]) -> int:
@@ -87,10 +110,11 @@ class Result:
     checks: Mapping[str, Check]
     measurement: Measurement | None = None
     peak: float | None = None  # bytes or FLOPs per second, whichever limits the case
+    memory: Mapping[str, int | None] = field(default_factory=dict)  # contender -> peak bytes of one call
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks.values())
+        return all(check.passed or check.skipped for check in self.checks.values())
 
     @property
     def trusted(self) -> bool:
@@ -133,7 +157,12 @@ class Result:
 
 
 def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: float | None = None) -> Result:
-    """Check every contender, then time those that are right, provided ours is."""
+    """Check every contender, then time those that are right, provided ours is, and take their peak of memory."""
+    with ot.use_backend(case.backend):
+        return _run_case(case, plan, compiled, matmul_peak)
+
+
+def _run_case(case: Case, plan: Plan, compiled: bool, matmul_peak: float | None) -> Result:
     if compiled:
         torch.compiler.reset()  # or the compiler's limit of variants per function is reached after a few cases
     if case.limit == "matmul" and case.dtype == torch.bfloat16 and not machine.bf16_matmul_works():
@@ -148,13 +177,24 @@ def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: floa
         return Result(case, checks)
     right = {name: call for name, call in calls.items() if checks[name].passed}
     if case.limit == "matmul":
-        return Result(case, checks, interleave(right, plan), matmul_peak)
-    probes = {f"probe {name}": call for name, call in machine.memory_probes(case.limit, case.bytes).items()}
+        measurement, peak = interleave(right, plan), matmul_peak
+    else:
+        measurement, peak = _beside_probes(case, right, plan, trial.device)
+    return Result(case, checks, measurement, peak, _memory(right, trial.device))
+
+
+def _beside_probes(case: Case, calls: Mapping[str, Call], plan: Plan, device: str) -> tuple[Measurement, float]:
+    """The calls timed beside plain passes over as much memory, and the rate of the fastest pass."""
+    found = machine.memory_probes(case.limit, case.bytes, device)
+    probes = {f"probe {name}": call for name, call in found.items()}
     for probe in probes.values():
         probe.results()
-    measurement = interleave({**right, **probes}, plan)
-    peak = max(case.bytes / measurement.timings[name].minimum for name in probes)
-    return Result(case, checks, measurement, peak)
+    measurement = interleave({**calls, **probes}, plan)
+    return measurement, max(case.bytes / measurement.timings[name].minimum for name in probes)
+
+
+def _memory(calls: Mapping[str, Call], device: str) -> dict[str, int | None]:
+    return {name: memory.peak_bytes(call, device) for name, call in calls.items()}
 
 
 @dataclass(frozen=True)
@@ -166,7 +206,7 @@ class Run:
     quick: bool
     machine: dict[str, object]
     foreign_cpus: float | None  # how many CPUs others used before the run
-    matmul_peak: float  # float32 FLOP/s
+    matmul_peaks: dict[str, float]  # float32 FLOP/s of every device in use
 
     @property
     def passed(self) -> bool:
@@ -188,11 +228,14 @@ def run_cases(
     progress: Callable[[Case], None] = lambda case: None,
 ) -> Run:
     """Run the cases one after another; `progress` is told before each."""
-    peak = machine.matmul_peak(seconds=0.05 if quick else 0.5)
+    peaks: dict[str, float] = {}
     results = []
     for case in cases:
         if isinstance(case.ours, Compiled) and not compiled:
             continue
         progress(case)
-        results.append(run_case(case, plan, compiled=compiled, matmul_peak=peak))
-    return Run(results, plan, quick, machine.describe(), foreign_cpus, peak)
+        device = device_of(case.backend)
+        if device not in peaks:
+            peaks[device] = machine.matmul_peak(0.05 if quick else 0.5, device)
+        results.append(run_case(case, plan, compiled=compiled, matmul_peak=peaks[device]))
+    return Run(results, plan, quick, machine.describe(), foreign_cpus, peaks)

@@ -8,13 +8,14 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from overtone import _extension
-from overtone.benchmarks.case import Call
+from overtone.benchmarks.case import Call, synchronized
 
 # CPUs that other processes may use before a measurement counts as disturbed: 6 % of one.
 FOREIGN_LIMIT = 0.06
@@ -33,17 +34,21 @@ def busy_seconds() -> float | None:
 
 
 class ForeignLoad:
-    """How much CPU others use from its creation on: the machine's busy time minus this process's own."""
+    """How much CPU others use from its creation on: the machine's busy time minus our own.
 
-    def __init__(self) -> None:
-        self._busy, self._own, self._wall = busy_seconds(), time.process_time(), time.perf_counter()
+    own: the CPU time that is ours so far; default: this process's.
+    """
+
+    def __init__(self, own: Callable[[], float] | None = None) -> None:
+        self._own_time = own or time.process_time
+        self._busy, self._own, self._wall = busy_seconds(), self._own_time(), time.perf_counter()
 
     def cpus(self) -> float | None:
         """The number of CPUs others kept busy, on average; None where it cannot be known."""
         busy = busy_seconds()
         if busy is None or self._busy is None:
             return None
-        own = time.process_time() - self._own
+        own = self._own_time() - self._own
         seconds = busy - self._busy - own
         if seconds <= RESOLUTION_SECONDS:
             return 0.0
@@ -61,27 +66,35 @@ def foreign_cpus(seconds: float = 1.0) -> float | None:
     return load.cpus()
 
 
-def memory_probes(limit: str, size: int) -> dict[str, Call]:
+def memory_probes(limit: str, size: int, device: str = "cpu") -> dict[str, Call]:
     """Plain passes over `size` bytes: the fastest of them is the bandwidth that a case of that traffic can have."""
+
+    def ones(share: int) -> torch.Tensor:
+        return torch.ones(max(1, size // share), device=device)
+
     if limit == "read":
-        data = torch.ones(max(1, size // 4))
-        return {"sum": Call(lambda _: (data.sum(),)), "max": Call(lambda _: (data.amax(),))}
-    source, target = torch.ones(max(1, size // 8)), torch.ones(max(1, size // 8))
-    left, right, result = (torch.ones(max(1, size // 12)) for _ in range(3))
-    return {
-        "copy": Call(lambda _: (target.copy_(source),)),
-        "triad": Call(lambda _: (torch.add(left, right, alpha=0.5, out=result),)),
-    }
+        data = ones(4)
+        probes = {"sum": Call(lambda _: (data.sum(),)), "max": Call(lambda _: (data.amax(),))}
+    else:
+        source, target = ones(8), ones(8)
+        left, right, result = ones(12), ones(12), ones(12)
+        probes = {
+            "copy": Call(lambda _: (target.copy_(source),)),
+            "triad": Call(lambda _: (torch.add(left, right, alpha=0.5, out=result),)),
+        }
+    return {name: synchronized(probe, device) for name, probe in probes.items()}
 
 
-def matmul_peak(seconds: float = 0.5, size: int = 1024) -> float:
+def matmul_peak(seconds: float = 0.5, device: str = "cpu") -> float:
     """The FLOP/s of torch's float32 matrix product, the best of many."""
-    a, b = torch.ones(size, size), torch.ones(size, size)
+    size = 1024 if device == "cpu" else 8192
+    a, b = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    product = synchronized(Call(lambda _: (torch.mm(a, b),)), device)
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while len(samples) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
-        torch.mm(a, b)
+        product.results()
         samples.append(time.perf_counter() - start)
     return 2 * size**3 / min(samples)
 
@@ -145,7 +158,7 @@ def describe() -> dict[str, object]:
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in ("overtone", "torch", "triton")},
+            **{package: _version(package) for package in ("overtone", "torch", "triton", "timm", "transformers")},
         },
         "commit": commit(),
     }

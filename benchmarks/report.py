@@ -9,7 +9,9 @@ from itertools import groupby
 from overtone.benchmarks.kit import OURS, Result, Run
 
 FAILED = "FAILED"
+SKIPPED = "skipped"
 UNTRUSTED = "~"
+FORMAT = 2  # of the JSON; docs/benchmarks.md describes it
 
 
 def _milliseconds(seconds: float) -> str:
@@ -18,6 +20,8 @@ def _milliseconds(seconds: float) -> str:
 
 def _ratio(result: Result, baseline: str) -> str:
     check = result.checks.get(baseline)
+    if check is not None and check.skipped:
+        return SKIPPED
     if not result.checks[OURS].passed or (check is not None and not check.passed):
         return FAILED
     ratio = result.ratio(baseline)
@@ -27,6 +31,11 @@ def _ratio(result: Result, baseline: str) -> str:
 def _rate(result: Result) -> str:
     unit = "GFLOP/s" if result.case.limit == "matmul" else "GB/s"
     return "-" if result.rate is None else f"{result.rate / 1e9:.1f} {unit}"
+
+
+def _megabytes(result: Result, name: str | None) -> str:
+    size = result.memory.get(name) if name else None
+    return "-" if size is None else f"{size / 1e6:.1f} MB"
 
 
 def _targets(result: Result) -> str:
@@ -52,6 +61,8 @@ def _row(result: Result, baselines: Sequence[str]) -> list[str]:
         minimum,
         *(_ratio(result, name) if name in case.baselines else "" for name in baselines),
         f"{best[1]:.2f}x" if best else FAILED,
+        _megabytes(result, OURS),
+        _megabytes(result, best[0] if best else None),
         _rate(result),
         f"{result.share:.0%}" if result.share is not None else "-",
         _targets(result),
@@ -66,13 +77,15 @@ def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _title(result: Result) -> str:
-    return f"{result.case.op} {result.case.variant}".strip()
+    backend = "" if result.case.backend == "cpu" else f"[{result.case.backend}]"
+    return " ".join(filter(None, (result.case.op, result.case.variant, backend)))
 
 
 def _table_of(title: str, results: list[Result]) -> list[str]:
     baselines = list(dict.fromkeys(name for result in results for name in result.case.baselines))
     measured = [name for name in baselines if any(name in result.checks for result in results)]
-    header = ["shape", "dtype", "mode", "ours", "ours min", *measured, "best plain", "rate", "of peak", "targets"]
+    header = ["shape", "dtype", "mode", "ours", "ours min", *measured, "best plain"]
+    header += ["memory", "its memory", "rate", "of peak", "targets"]
     return [title, *("  " + line for line in _aligned([header, *(_row(result, measured) for result in results)])), ""]
 
 
@@ -81,8 +94,14 @@ def _failures(run: Run) -> list[str]:
         f"{FAILED} {result.case.name}: {name}: {check.message}"
         for result in run.results
         for name, check in result.checks.items()
-        if not check.passed
+        if not (check.passed or check.skipped)
     ]
+
+
+def _skips(run: Run) -> list[str]:
+    """One line per baseline that was skipped, however many cases it has."""
+    checks = [item for result in run.results for item in result.checks.items()]
+    return list(dict.fromkeys(f"{SKIPPED} {name}: {check.message}" for name, check in checks if check.skipped))
 
 
 def _disturbances(run: Run) -> str:
@@ -112,15 +131,20 @@ def _summary(run: Run) -> list[str]:
     return [f"{wins}; slower in:" if losses else f"{wins}.", *losses]
 
 
+def _peaks(run: Run) -> str:
+    return ", ".join(f"{peak / 1e9:.0f} GFLOP/s on {device}" for device, peak in run.matmul_peaks.items())
+
+
 def _machine(run: Run) -> list[str]:
     facts = run.machine
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return [
         f"{facts['cpu']}, {facts['cpus']} CPUs, {facts['threads']} threads, kernels at {facts['isa']}",
-        f"{versions}, commit {facts['commit']}; float32 matmul {run.matmul_peak / 1e9:.0f} GFLOP/s",
+        f"{versions}, commit {facts['commit']}; float32 matmul {_peaks(run)}",
         "ratios: the baseline's median time / ours; above 1 we are faster",
         "of peak: our rate as a share of what torch's plain passes over as many bytes (sum or max; copy or triad)",
         "reached between our calls, or of its matrix product",
+        "memory: the most that one call holds beyond its inputs, results included; its memory: that of the best plain",
     ]
 
 
@@ -131,26 +155,30 @@ def table(run: Run) -> str:
     for title, results in groupby(run.results, key=_title):
         lines += _table_of(title, list(results))
     # Said again at the end, where a terminal shows it.
-    return "\n".join([*lines, *_summary(run), *warnings, *_failures(run)])
+    return "\n".join([*lines, *_summary(run), *_skips(run), *warnings, *_failures(run)])
 
 
 def _result_as_json(result: Result) -> dict[str, object]:
     case, best, measurement = result.case, result.best_plain, result.measurement
     return {
+        "name": case.name,
         "op": case.op,
         "variant": case.variant,
         "shape": case.shape,
         "dtype": case.dtype_name,
         "mode": case.mode,
+        "backend": case.backend,
         "flops": case.flops,
         "bytes": case.bytes,
         "limit": case.limit,
         "passed": result.passed,
+        "baselines": list(case.baselines),
         "checks": {name: _finite(asdict(check)) for name, check in result.checks.items()},
         "trusted": result.trusted,
         "rounds": measurement.rounds if measurement else 0,
         "undisturbed_rounds": measurement.undisturbed_rounds if measurement else 0,
         "seconds": {name: asdict(timing) for name, timing in measurement.timings.items()} if measurement else {},
+        "memory": dict(result.memory),
         "ratios": result.ratios,
         "best_plain": best[0] if best else None,
         "targets": {
@@ -170,13 +198,13 @@ def _finite(fields: dict[str, object]) -> dict[str, object]:
 def as_json(run: Run) -> dict[str, object]:
     """The run for a program: times in seconds, rates per second."""
     return {
-        "format": 1,
+        "format": FORMAT,
         "passed": run.passed,
         "quick": run.quick,
         "idle": run.idle,
         "foreign_cpus": run.foreign_cpus,
         "machine": run.machine,
         "plan": asdict(run.plan),
-        "matmul_peak": run.matmul_peak,
+        "matmul_peaks": run.matmul_peaks,
         "results": [_result_as_json(result) for result in run.results],
     }

@@ -1,6 +1,7 @@
 """The cases under pytest-benchmark: `pytest benchmarks/`; with --benchmark-disable only the checks.
 
-One group per case, ours and the baselines side by side. A contender whose check fails is not timed.
+One group per case, ours and the baselines side by side. A contender whose check fails is not timed. The standard set,
+which the README shows; with --all-cases every case.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ import torch
 import overtone as ot
 from overtone.benchmarks.case import Case, Compiled
 from overtone.benchmarks.kit import Trial, all_cases, contenders
+from overtone.benchmarks.tables import standard_names
 
-CPU = ot.backends()["cpu"]
 
-CONTENDERS = [
-    pytest.param(case, name, id=f"{case.name}-{name}".replace(" ", "_"))
-    for case in all_cases()
-    for name in contenders(case)
-]
+def pytest_generate_tests(metafunc) -> None:
+    wanted = None if metafunc.config.getoption("--all-cases") else standard_names()
+    metafunc.parametrize(
+        ("case", "name"),
+        [
+            pytest.param(case, name, id=f"{case.name}-{name}".replace(" ", "_"))
+            for case in all_cases()
+            if wanted is None or case.name in wanted
+            for name in contenders(case)
+        ],
+    )
 
 
 @lru_cache(maxsize=1)  # the contenders of a case follow each other
@@ -28,17 +35,21 @@ def _trial(case: Case) -> Trial:
     return Trial(case)
 
 
-@pytest.mark.skipif(not CPU.available, reason=CPU.detail)
-@pytest.mark.parametrize(("case", "name"), CONTENDERS)
 def test_contender(benchmark, case: Case, name: str) -> None:
+    status = ot.backends()[case.backend]
+    if not status.available:
+        pytest.skip(status.detail)
     function = contenders(case)[name]
     if isinstance(function, Compiled):
         if benchmark.disabled:
             pytest.skip("torch.compile takes minutes for all cases: run without --benchmark-disable")
         torch.compiler.reset()
-    trial = _trial(case)
-    call = trial.call(function)
-    check = trial.check(name, call)
-    assert check.passed, check.message
-    benchmark.group = case.name
-    benchmark.pedantic(call.run, setup=lambda: ((call.prepare(),), {}), rounds=30, warmup_rounds=3)
+    with ot.use_backend(case.backend):
+        trial = _trial(case)
+        call = trial.call(function)
+        check = trial.check(name, call)
+        if check.skipped:
+            pytest.skip(check.message)
+        assert check.passed, check.message
+        benchmark.group = case.name
+        benchmark.pedantic(call.run, setup=lambda: ((call.prepare(),), {}), rounds=30, warmup_rounds=3)

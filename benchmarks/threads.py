@@ -21,18 +21,19 @@ def _workers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
 
-def split_over_threads(function: Function) -> Function:
+class SplitOverThreads:
     """`function` of a batch [B, ...], its parts computed by as many threads as torch uses, and put together again."""
 
-    def split(batch: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def __call__(self, batch: Tensor, *options: Any) -> tuple[Tensor, ...]:
         count = torch.get_num_threads()
         grad_mode = torch.is_grad_enabled()
 
         def run(part: Tensor) -> tuple[Tensor, ...]:
             with torch.set_grad_enabled(grad_mode):
-                return as_results(function(part, *options))
+                return as_results(self.function(part, *options))
 
         parts = list(_workers(count).map(run, batch.chunk(count)))
         return tuple(torch.cat(results) for results in zip(*parts, strict=True))
-
-    return split

@@ -58,7 +58,8 @@ class _Round:
     disturbed: bool
 
 
-def _time_slice(call: Call, seconds: float) -> list[float]:
+def time_slice(call: Call, seconds: float) -> list[float]:
+    """Seconds of every call that fits into `seconds`, of one at least."""
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while not samples or time.perf_counter() < end:
@@ -71,7 +72,7 @@ def _time_slice(call: Call, seconds: float) -> list[float]:
 
 def _run_round(calls: Mapping[str, Call], slice_seconds: float) -> _Round:
     load = machine.ForeignLoad()
-    seconds = {name: _time_slice(call, slice_seconds) for name, call in calls.items()}
+    seconds = {name: time_slice(call, slice_seconds) for name, call in calls.items()}
     return _Round(seconds, machine.is_disturbed(load.cpus()))
 
 

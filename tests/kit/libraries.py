@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
 from types import ModuleType
 
 import pytest
-import torch
 
-
-@cache
-def _define_torchvision_ops() -> torch.library.Library:
-    """torchvision has no build for the CPU build of torch: without these two schemas it does not import."""
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+from overtone.benchmarks.libraries import MissingLibrary, imported
 
 
 def _import(name: str) -> ModuleType:
     try:
-        torchvision_is_whole = hasattr(torch.ops.torchvision, "nms")
-        if not torchvision_is_whole:
-            _define_torchvision_ops()
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        pytest.skip(f"the package {error.name} is not installed: pip install overtone[models]")
+        return imported(name)
+    except MissingLibrary as missing:
+        pytest.skip(str(missing))
 
 
 def timm() -> ModuleType:

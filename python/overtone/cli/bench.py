@@ -4,32 +4,63 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from overtone.benchmarks.case import Case
 
-FILTERS = {"op": "op", "shape": "shape", "dtype": "dtype_name", "mode": "mode"}
+DESCRIPTION = """\
+Compares our ops with eager PyTorch, torch.compile, torch.linalg and the modules of timm and transformers, in one
+interleaved run: time, and the peak of memory of one call. A ratio is printed only beside a passed check. Without --all
+it runs the standard set, which the README shows: about eight minutes on two cores.
+"""
+EXAMPLES = """\
+examples:
+  overtone bench --list                                  the cases; * is the standard set
+  overtone bench --op eigh --all --json eigh.json        every case of one op
+  overtone bench --require-idle --json run.json          then: overtone bench --readme run.json
+  overtone bench --against main --op frequency_norms     has it become slower since? 1 if so
+  overtone bench --scaling reports/scaling.html          time and memory against N, batch, d, depth, threads
+How a figure is made, and what the JSON holds: docs/benchmarks.md
+"""
+DISTURBED = "other processes used the machine during the run, and --require-idle was given"
+FILTERS = {"op": "op", "shape": "shape", "dtype": "dtype_name", "mode": "mode", "backend": "backend"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to `overtone`."""
-    parser = subparsers.add_parser("bench", help="compare with PyTorch, eager and compiled", description=__doc__)
-    parser.add_argument("--op", nargs="+", metavar="NAME", help="only these ops")
-    parser.add_argument("--shape", nargs="+", metavar="BxNxC", help="only these shapes, as --list prints them")
-    parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="only these, for instance float32")
-    parser.add_argument("--mode", nargs="+", metavar="MODE", help="only forward, backward or forward+backward")
-    parser.add_argument("--rounds", type=_positive(int), metavar="N", help="undisturbed rounds wanted per case (10)")
-    parser.add_argument("--seconds", type=_positive(float), metavar="S", help="time limit per case (15)")
-    parser.add_argument("--threads", type=_positive(int), metavar="N", help="threads of torch (default: torch's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--quick", action="store_true", help="two calls each, without torch.compile: a smoke test")
-    parser.add_argument("--no-compile", action="store_true", help="leave the torch.compile baselines out")
-    parser.add_argument("--require-idle", action="store_true", help="fail if other processes use the machine")
+    parser = subparsers.add_parser(
+        "bench",
+        help="compare with PyTorch, eager and compiled",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_argument_group("which cases")
+    which.add_argument("--op", nargs="+", metavar="NAME", help="only these ops")
+    which.add_argument("--shape", nargs="+", metavar="BxNxC", help="only these shapes, as --list prints them")
+    which.add_argument("--dtype", nargs="+", metavar="DTYPE", help="only these, for instance float32")
+    which.add_argument("--mode", nargs="+", metavar="MODE", help="only forward, backward or forward+backward")
+    which.add_argument("--backend", nargs="+", metavar="NAME", help="only cpu, triton or cuda (default: what is here)")
+    which.add_argument("--all", action="store_true", help="every case, not only the standard set")
+    which.add_argument("--list", action="store_true", help="print the cases, * the standard set, and stop")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", type=_positive(int), metavar="N", help="undisturbed rounds wanted per case (10)")
+    how.add_argument("--seconds", type=_positive(float), metavar="S", help="time limit per case (15)")
+    how.add_argument("--threads", type=_positive(int), metavar="N", help="threads of torch (default: torch's)")
+    how.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    how.add_argument("--quick", action="store_true", help="two calls each, without torch.compile: a smoke test")
+    how.add_argument("--no-compile", action="store_true", help="leave the torch.compile baselines out")
+    how.add_argument("--require-idle", action="store_true", help="fail if other processes use the machine")
+    other = parser.add_argument_group("instead").add_mutually_exclusive_group()
+    other.add_argument("--readme", nargs="+", type=Path, metavar="FILE", help="README.md's figures from such --json")
+    other.add_argument("--against", metavar="REV", help="this checkout against a commit, or a folder that is built")
+    other.add_argument("--scaling", type=Path, metavar="FILE", help="how cost grows, as one HTML page")
     parser.set_defaults(run=run)
 
 
@@ -45,20 +76,47 @@ def _positive(kind: type):
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: every result is right; 1: one is wrong, or the machine is not idle and had to be; 2: nothing to do."""
+    """0: every result is right; 1: one is wrong or slower, or the machine is not idle and had to be; 2: a mistake."""
+    if args.readme:
+        return _write_readme(args.readme)
     # Imported here: the other commands need none of this.
     import torch
 
-    from overtone.benchmarks import kit, machine, report, timing
+    from overtone.benchmarks import kit
 
-    cases = [case for case in kit.all_cases() if _selected(case, args)]
-    if not cases:
-        return _fail(f"no case has {_describe_filters(args)}; `overtone bench --list` prints them all", code=2)
-    if args.list:
-        print("\n".join(case.name for case in cases))
-        return 0
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.scaling:
+        return _scaling(args)
+    standard = _standard_names()
+    cases = [case for case in kit.all_cases() if _selected(case, args)]
+    if args.list:
+        print("\n".join(f"{'*' if case.name in standard else ' '} {case.name}" for case in cases))
+    elif not args.all:
+        cases = _narrowed(cases, standard, named=args.op or ())
+    if not cases:
+        beyond = "" if args.all or args.list else " in the standard set (--all: in all)"
+        return _fail(f"no case{beyond} has {_describe_filters(args)}; `overtone bench --list` prints them all", code=2)
+    if args.list:
+        return 0
+    return _against(args, [case.name for case in cases]) if args.against else _compare(args, cases)
+
+
+def _narrowed(cases: Sequence[Case], standard: set[str], named: Sequence[str]) -> list[Case]:
+    """The standard cases; and all of an op that was named and has none of them."""
+    has_standard = {case.op for case in cases if case.name in standard}
+    return [case for case in cases if case.name in standard or (case.op in named and case.op not in has_standard)]
+
+
+def _standard_names() -> set[str]:
+    from overtone.benchmarks.tables import standard_names
+
+    return standard_names()
+
+
+def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
+    from overtone.benchmarks import kit, machine, report, timing
+
     foreign = machine.foreign_cpus()
     if machine.is_disturbed(foreign):
         message = f"THE MACHINE IS BUSY: other processes use {foreign:.2f} CPUs"
@@ -74,13 +132,81 @@ def run(args: argparse.Namespace) -> int:
         progress=_Progress(len(cases)),
     )
     print(report.table(result))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
-        _say(f"written: {args.json}")
+    _write_json(args.json, report.as_json(result))
     if args.require_idle and not result.idle:
-        return _fail("other processes used the machine during the run, and --require-idle was given", code=1)
+        return _fail(DISTURBED, code=1)
     return 0 if result.passed else 1
+
+
+def _against(args: argparse.Namespace, names: Sequence[str]) -> int:
+    """Whether this checkout is slower than another one."""
+    from overtone.benchmarks import against, builds
+
+    options = {"rounds": args.rounds or against.ROUNDS}
+    if args.quick:
+        options = {"rounds": against.FEWEST_ROUNDS, "seconds": 0.0}
+    try:
+        with builds.other_build(args.against) as site:
+            results = against.compare_all(
+                names,
+                lambda: (against.Process(site, args.threads), against.Process(None, args.threads)),
+                lambda comparison: print(comparison.row(), flush=True),
+                **options,
+            )
+    except (builds.BuildError, against.SideDied) as error:
+        return _fail(str(error), code=2)
+    wrong = [result for result in results if result.verdict in ("SLOWER", "FAILED")]
+    print(f"{len(results) - len(wrong)} of {len(results)} cases are right and not slower than {args.against}", end="")
+    print(f", by more than {against.TOLERANCE:.0%} and noise:" if wrong else ".")
+    print("\n".join(result.row() for result in wrong), end="\n" if wrong else "")
+    _write_json(args.json, {"against": args.against, "results": [dataclasses.asdict(result) for result in results]})
+    if args.require_idle and not all(result.trusted for result in results):
+        return _fail(DISTURBED, code=1)
+    return 1 if wrong else 0
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    """How cost grows, as a table and a page."""
+    if importlib.util.find_spec("matplotlib") is None:  # said before the minutes that measuring takes
+        return _fail("figures need matplotlib: pip install 'overtone[report]'", code=2)
+    from overtone.benchmarks import machine, scaling, scaling_page
+
+    plan = dataclasses.replace(scaling.PLAN, rounds=1, slice_seconds=0.0) if args.quick else scaling.PLAN
+    chosen = [sweep for sweep in scaling.sweeps() if args.op is None or sweep.op.split()[0] in args.op]
+    if not chosen:
+        return _fail(f"no curve has {_describe_filters(args)}", code=2)
+    measured = [scaling.measure(sweep, _plan(args, plan), _say) for sweep in chosen]
+    print(scaling_page.slopes(measured).text())
+    facts = machine.describe()
+    scaling_page.page(measured, facts).write(args.scaling)
+    print(f"\nPage: {args.scaling}")
+    _write_json(args.json, scaling_page.as_json(measured, facts))
+    failures = [failure for each in measured for failure in each.failures]
+    for failure in failures:
+        _say(f"FAILED {failure}")
+    if args.require_idle and any(each.disturbed for each in measured):
+        return _fail(DISTURBED, code=1)
+    return 1 if failures else 0
+
+
+def _write_readme(files: Sequence[Path]) -> int:
+    from overtone.benchmarks import builds, readme
+
+    try:
+        written = readme.write(files, builds.ROOT)
+    except (OSError, ValueError, ImportError) as error:
+        return _fail(str(error), code=2)
+    for path in written:
+        _say(f"written: {path.relative_to(builds.ROOT)}")
+    return 0
+
+
+def _write_json(path: Path | None, content: object) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    _say(f"written: {path}")
 
 
 def _selected(case: Case, args: argparse.Namespace) -> bool:

@@ -51,6 +51,10 @@ class BasisCache:
     def __reduce__(self):
         return BasisCache, ()
 
+    def forget(self) -> None:
+        """Factorise anew at the next call."""
+        self._entries.clear()
+
     @staticmethod
     def find(name: str, kind: str, matrix: Tensor, backend: str) -> tuple[Tensor, ...] | None:
         """Copies of the results for this very matrix, if they are known."""

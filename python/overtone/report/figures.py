@@ -102,6 +102,46 @@ def curves(
         return _finish(canvas, name, title, alt)
 
 
+def log_log(name: str, title: str, lines: Sequence[Curve], *, x: str, y: str, alt: str) -> Figure:
+    """Curves of positive numbers on two logarithmic axes, on which a power is a straight line."""
+    with _style():
+        canvas, axes = _canvas()
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for line, next_colour in zip(lines, _colours(len(lines)), strict=True):
+            marker = "" if line.dashed else "o"
+            axes.plot(
+                line.x, line.y, "--" if line.dashed else "-", color=line.colour or next_colour, label=line.label,
+                marker=marker, markersize=3, linewidth=1.2 if line.dashed else 2,
+            )  # fmt: skip
+        places = sorted({value for line in lines for value in line.x})
+        axes.set_xticks(places, [f"{value:g}" for value in places], fontsize=7)
+        axes.minorticks_off()
+        axes.set(xlabel=x, ylabel=y)
+        axes.legend(handlelength=3)
+        return _finish(canvas, name, title, alt)
+
+
+def ratio_bars(name: str, title: str, ratios: Mapping[str, float], *, x: str, alt: str) -> Figure:
+    """A bar per ratio on a logarithmic axis, from one: wins to the right and blue, losses to the left and orange."""
+    with _style():
+        canvas, axes = _canvas(height=0.8 + 0.16 * max(1, len(ratios)))
+        values = list(ratios.values())
+        colours = [SMOOTH if value < 1 else SHARPEN for value in values]
+        axes.barh(range(len(values)), [value - 1 for value in values], left=1, color=colours, height=0.75)
+        axes.set_xscale("log")
+        ticks = [tick for tick in (0.25, 0.5, 1, 2, 5, 10, 20, 50) if min([0.5, *values]) <= tick <= max([2, *values])]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(values)), list(ratios), fontsize=6)
+        axes.set(xlabel=x)
+        axes.margins(y=0.01)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        return _finish(canvas, name, title, alt)
+
+
 def heat_map(
     name: str, title: str, values: np.ndarray, *, x: str, y: str, bar: str, alt: str, diverging: bool = False
 ) -> Figure:
