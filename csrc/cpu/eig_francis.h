@@ -97,17 +97,19 @@ class Francis {
   void deflate() {
     const V zero{}, eps = zero + kRounding<A>;
     const V negligible = norm_ * select(less(sweeps_, zero + kPatience), zero + kNothing<A>, eps);
-    Mask<A> searching = less_equal(zero, last_);
+    // Local copies: the compiler must take every store of a vector for a change of any member.
+    V last = last_, a = corner_.a, b = corner_.b, c = corner_.c, d = corner_.d;
+    Mask<A> searching = less_equal(zero, last);
     for (int64_t i = end_; i >= 0 && any(searching); --i) {
       const V index = zero + static_cast<A>(i);
       V* row = h_.row(i);
-      Mask<A> cut = searching & less_equal(index, last_);
+      Mask<A> cut = searching & less_equal(index, last);
       if (i > 0) {
         const V* above = h_.row(i - 1);
         const V here = row[i], before = above[i - 1], left = row[i - 1];
-        const Mask<A> at_last = equal(last_, index);
-        corner_ = {select(at_last, before, corner_.a), select(at_last, above[i], corner_.b),
-                   select(at_last, left, corner_.c), select(at_last, here, corner_.d)};
+        const Mask<A> at_last = equal(last, index);
+        a = select(at_last, before, a), b = select(at_last, above[i], b);
+        c = select(at_last, left, c), d = select(at_last, here, d);
         const V around = absolute<A>(here) + absolute<A>(before);
         cut = cut & less_equal(absolute<A>(left), larger<A>(eps * around, negligible));
         if (!any(cut)) {
@@ -115,8 +117,8 @@ class Francis {
         }
         row[i - 1] = select(cut, zero, left);
       }
-      const Mask<A> done = cut & less_equal(last_, index + 1), found = cut & ~done;
-      last_ = select(done, index - 1, last_);
+      const Mask<A> done = cut & less_equal(last, index + 1), found = cut & ~done;
+      last = select(done, index - 1, last);
       sweeps_ = select(done, zero, sweeps_);
       phase_ = select(done, zero, phase_);
       if (any(found)) {
@@ -129,7 +131,9 @@ class Francis {
         searching = searching & ~found;
       }
     }
-    end_ = static_cast<int64_t>(largest_lane<A>(last_));
+    last_ = last;
+    corner_ = {a, b, c, d};
+    end_ = static_cast<int64_t>(largest_lane<A>(last));
   }
 
   // From the blocks of one or two rows on the diagonal.
