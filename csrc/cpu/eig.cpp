@@ -13,7 +13,6 @@ namespace overtone {
 namespace {
 
 constexpr int64_t kLargestForLanes = 512;
-constexpr int64_t kLargest = 4000;  // beyond it float32 cannot count the elements of a packed matrix
 
 const EigKernels& kernels(const char* op) {
 #if defined(__x86_64__)
@@ -43,7 +42,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
   STD_TORCH_CHECK(a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double, op,
                   ": A must be float32 or float64");
-  STD_TORCH_CHECK(a.size(-1) <= kLargest, op, ": A must have at most ", kLargest, " rows");
   const MatricesView matrices(a);
   Eig call;
   call.matrices = matrices.batch;

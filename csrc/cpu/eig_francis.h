@@ -1,19 +1,15 @@
 // Real Schur form of interleaved Hessenberg matrices: Francis' double shift, every lane in its own window.
 //
 // All lanes walk through the same rows; a lane takes part in a step only where that row is inside its window, and its
-// reflector is the identity elsewhere. So what a lane computes never depends on its neighbours. Reflectors are applied
-// near the diagonal at once, and to the rest of the matrix kReflectors at a time: each element is then loaded and
-// stored once for several reflectors instead of three times for each.
+// reflector is the identity elsewhere. So what a lane computes never depends on its neighbours. The bulge stays in
+// registers: finding its next reflector, roots and divisions one after another, takes long, and meanwhile those found
+// before are applied to the rest of the matrix. Two at a time, because stores are what limits that; with more of them
+// too little is left beside the bulge.
 #pragma once
 
 #include "cpu/eig_matrix.h"
 
 namespace overtone::OVERTONE_LEVEL {
-
-constexpr int kReflectors = 4;
-
-// Up to this size everything is near.
-constexpr int64_t kUnblocked = 20;
 
 // I − tau (1, v1, v2)ᵀ (1, v1, v2), on three neighbouring rows or columns.
 template <class A>
@@ -47,6 +43,23 @@ OVERTONE_INLINE void reflect_chain(const Reflector<A>* reflectors, At at) {
   }
 }
 
+// A copy of a block that the compiler keeps in registers.
+template <int size, class A>
+struct LocalBlock {
+  Reflector<A> reflectors[size];
+
+  OVERTONE_INLINE explicit LocalBlock(const Reflector<A>* block) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < size; ++i) {
+      reflectors[i].tau = block[i].tau;
+      reflectors[i].v1 = block[i].v1;
+      reflectors[i].v2 = block[i].v2;
+      reflectors[i].tau_v1 = block[i].tau_v1;
+      reflectors[i].tau_v2 = block[i].tau_v2;
+    }
+  }
+};
+
 template <class A>
 class Francis {
  public:
@@ -61,51 +74,80 @@ class Francis {
   Mask<A> run() {
     const V zero{};
     last_ = zero + static_cast<A>(n_ - 1);
+    end_ = n_ - 1;
+    corner_ = {zero, zero, zero, zero};
+    start_ = {zero, zero, zero, zero, zero};
     first_ = sweeps_ = phase_ = zero;
     norm_ = h_.largest();
     const int64_t limit = 30 * std::max<int64_t>(10, n_);
     for (int64_t sweep = 0; sweep < limit; ++sweep) {
       deflate();
-      if (!any(less_equal(zero, last_))) {
+      if (end_ < 0) {
         break;
       }
       chase();
     }
+    read_eigenvalues();
     return less_equal(zero, last_);
   }
 
  private:
   // Finds every lane's window [first, last], from the bottom up; windows of one or two rows are done and left behind.
+  // What the shifts need is picked up on the way.
   void deflate() {
     const V zero{}, eps = zero + kRounding<A>;
-    Mask<A> searching = less_equal(zero, last_);
     const V negligible = norm_ * select(less(sweeps_, zero + kPatience), zero + kNothing<A>, eps);
-    for (int64_t i = static_cast<int64_t>(largest_lane<A>(last_)); i >= 0 && any(searching); --i) {
+    // Local copies: the compiler must take every store of a vector for a change of any member.
+    V last = last_, a = corner_.a, b = corner_.b, c = corner_.c, d = corner_.d;
+    Mask<A> searching = less_equal(zero, last);
+    for (int64_t i = end_; i >= 0 && any(searching); --i) {
       const V index = zero + static_cast<A>(i);
-      Mask<A> cut = searching & less_equal(index, last_);
+      V* row = h_.row(i);
+      Mask<A> cut = searching & less_equal(index, last);
       if (i > 0) {
-        V& below = h_.row(i)[i - 1];
-        const V around = absolute<A>(h_.row(i)[i]) + absolute<A>(h_.row(i - 1)[i - 1]);
-        cut = cut & less_equal(absolute<A>(below), larger<A>(eps * around, negligible));
+        const V* above = h_.row(i - 1);
+        const V here = row[i], before = above[i - 1], left = row[i - 1];
+        const Mask<A> at_last = equal(last, index);
+        a = select(at_last, before, a), b = select(at_last, above[i], b);
+        c = select(at_last, left, c), d = select(at_last, here, d);
+        const V around = absolute<A>(here) + absolute<A>(before);
+        cut = cut & less_equal(absolute<A>(left), larger<A>(eps * around, negligible));
         if (!any(cut)) {
           continue;
         }
-        below = select(cut, zero, below);
+        row[i - 1] = select(cut, zero, left);
       }
-      const Mask<A> one = cut & equal(last_, index), two = cut & equal(last_, index + 1);
-      if (any(one)) {
-        real_[i] = select(one, h_.row(i)[i], real_[i]);
-        imag_[i] = select(one, zero, imag_[i]);
+      const Mask<A> done = cut & less_equal(last, index + 1), found = cut & ~done;
+      last = select(done, index - 1, last);
+      sweeps_ = select(done, zero, sweeps_);
+      phase_ = select(done, zero, phase_);
+      if (any(found)) {
+        begin_ = i;
+        first_ = select(found, index, first_);
+        const V *second = h_.row(i + 1), *third = h_.row(i + 2);
+        start_ = {select(found, row[i], start_.h00), select(found, row[i + 1], start_.h01),
+                  select(found, second[i], start_.h10), select(found, second[i + 1], start_.h11),
+                  select(found, third[i + 1], start_.h21)};
+        searching = searching & ~found;
       }
+    }
+    last_ = last;
+    corner_ = {a, b, c, d};
+    end_ = static_cast<int64_t>(largest_lane<A>(last));
+  }
+
+  // From the blocks of one or two rows on the diagonal.
+  void read_eigenvalues() {
+    const V zero{};
+    for (int64_t i = 0; i < n_; ++i) {
+      real_[i] = h_.row(i)[i];
+      imag_[i] = zero;
+    }
+    for (int64_t i = 0; i + 1 < n_; ++i) {
+      const Mask<A> two = ~equal(h_.row(i + 1)[i], zero);
       if (any(two)) {
         split(i, two);
       }
-      const Mask<A> done = one | two;
-      last_ = select(done, index - 1, last_);
-      sweeps_ = select(done, zero, sweeps_);
-      phase_ = select(done, zero, phase_);
-      first_ = select(cut, index, first_);
-      searching = searching & (~cut | done);
     }
   }
 
@@ -171,53 +213,82 @@ class Francis {
 
   // One double-shift sweep of every lane that has a window.
   void chase() {
-    const V zero{};
-    const Mask<A> active = less_equal(zero, last_);
     sweeps_ += 1;
     phase_ += 1;
-    V start[3];
-    first_column(active, start);
-    const int64_t begin = -static_cast<int64_t>(largest_lane<A>(select(active, -first_, zero - static_cast<A>(n_))));
-    const int64_t end = static_cast<int64_t>(largest_lane<A>(last_));  // a reflector for each row but the last
-    const int64_t top = schur_.data != nullptr ? 0 : begin;
-    const int64_t right = schur_.data != nullptr ? n_ - 1 : end;
-    Reflector<A> reflectors[kReflectors];
-    if (schur_.data == nullptr && n_ <= kUnblocked) {
-      for (int64_t k = begin; k < end; ++k) {
-        reflectors[0] = next_reflector(k, active, start);
-        reflect_near(reflectors[0], k, begin, end, end);
-      }
-      return;
+    V first_column[3];
+    shift(first_column);
+    Bulge bulge;
+    enter(bulge);
+    find_next(begin_, first_column, bulge);
+    const int64_t rest = chase_blocks<2>(begin_, first_column, bulge);
+    chase_blocks<1>(rest, first_column, bulge);
+    leave(bulge);
+  }
+
+  // Rows k to k + 2 of three columns from k − 1 on, where the next reflector is that of row k.
+  struct Bulge {
+    V x[3][3];
+    Reflector<A> next;
+  };
+
+  OVERTONE_INLINE void enter(Bulge& bulge) const {
+    for (int i = 0; i < 3; ++i) {
+      const V* row = h_.row(begin_ + i) + begin_;
+      bulge.x[i][0] = i == 0 && begin_ > 0 ? row[-1] : V{};
+      bulge.x[i][1] = row[0];
+      bulge.x[i][2] = row[1];
     }
-    for (int64_t k0 = begin; k0 < end; k0 += kReflectors) {
-      const int64_t k1 = std::min(k0 + kReflectors, end);
-      const int64_t near = std::min(k1 + 2, right);
-      for (int64_t k = k0; k < k1; ++k) {
-        reflectors[k - k0] = next_reflector(k, active, start);
-        reflect_near(reflectors[k - k0], k, k0, near, end);
+  }
+
+  // Of the last row; what the bulge holds below it is what memory holds.
+  OVERTONE_INLINE void leave(const Bulge& bulge) const {
+    V* row = h_.row(end_) + end_ - 1;
+    row[0] = bulge.x[0][0];
+    row[1] = bulge.x[0][1];
+    row[2] = bulge.x[0][2];
+  }
+
+  // Whole blocks of reflectors from row k0 on. A block is applied to the rest of its rows at its end, and to the rest
+  // of its columns during the next block. Returns the row after the last block.
+  template <int size>
+  int64_t chase_blocks(int64_t k0, const V (&first_column)[3], Bulge& in_memory) {
+    const int64_t begin = k0;
+    Reflector<A> blocks[2][size];
+    Reflector<A>*block = blocks[0], *before = blocks[1];
+    Bulge bulge = in_memory;
+    for (; k0 + size <= end_; k0 += size) {
+      OVERTONE_UNROLL
+      for (int i = 0; i < size; ++i) {
+        block[i] = bulge.next;
+        move(block, i, k0, bulge);
+        if (k0 + i + 1 < end_) {
+          find_next(k0 + i + 1, first_column, bulge);
+        }
+        if (i == 0 && k0 > begin) {
+          reflect_columns<size>(before, k0 - size);
+        }
       }
-      reflect_far(reflectors, k0, k1, near, top, right);
+      reflect_rows<size>(block, k0);
+      std::swap(block, before);
     }
+    if (k0 > begin) {
+      reflect_columns<size>(before, k0 - size);
+    }
+    in_memory = bulge;
+    return k0;
   }
 
   // The first column of (H − σ₁)(H − σ₂) in every window, up to a factor: what the bulge starts with. The shifts are
   // the eigenvalues of the last two rows; of two real ones the one closer to the corner is taken twice.
-  void first_column(Mask<A> active, V (&start)[3]) {
+  OVERTONE_INLINE void shift(V (&first_column)[3]) {
     const V zero{}, one = zero + 1;
-    const V last = select(active, last_, zero + 2), before = last - 1;
-    const V first = select(active, first_, zero), second = first + 1;
-    const V before_row = h_.row_offset(before), last_row = h_.row_offset(last);
-    V a = h_.gather(before_row + before), b = h_.gather(before_row + last);
-    V c = h_.gather(last_row + before), d = h_.gather(last_row + last);
-    const V first_row = h_.row_offset(first), second_row = h_.row_offset(second);
-    const V h00 = h_.gather(first_row + first), h01 = h_.gather(first_row + second);
-    const V h10 = h_.gather(second_row + first), h11 = h_.gather(second_row + second);
-    const V h21 = h_.gather(h_.row_offset(second + 1) + second);
+    V a = corner_.a, b = corner_.b, c = corner_.c, d = corner_.d;
+    const V h00 = start_.h00, h01 = start_.h01, h10 = start_.h10, h11 = start_.h11, h21 = start_.h21;
+    const Mask<A> active = less_equal(zero, last_);
     const Mask<A> at_top = active & equal(phase_, zero + kExceptional);
     const Mask<A> at_bottom = active & equal(phase_, zero + 2 * kExceptional);
     if (any(at_top | at_bottom)) {  // a stalled lane: shifts that have nothing to do with its eigenvalues
-      const V above = h_.gather(before_row + before - 1);
-      const V s = select(at_top, absolute<A>(h10) + absolute<A>(h21), absolute<A>(c) + absolute<A>(above));
+      const V s = select(at_top, absolute<A>(h10) + absolute<A>(h21), absolute<A>(c) + absolute<A>(above_corner()));
       const Mask<A> exceptional = at_top | at_bottom;
       a = select(exceptional, static_cast<A>(0.75) * s + select(at_top, h00, d), a);
       b = select(exceptional, static_cast<A>(-0.4375) * s, b);
@@ -242,96 +313,108 @@ class Francis {
     const V length = absolute<A>(difference) + absolute<A>(shift_imag) + absolute<A>(h10);
     const V per_length = one / select(less(zero + kNothing<A>, length), length, one);
     const V h10_scaled = h10 * per_length;
-    start[0] = h10_scaled * h01 + difference * (difference * per_length) + shift_imag * (shift_imag * per_length);
-    start[1] = h10_scaled * (h00 + h11 - 2 * shift);
-    start[2] = h10_scaled * h21;
+    first_column[0] =
+        h10_scaled * h01 + difference * (difference * per_length) + shift_imag * (shift_imag * per_length);
+    first_column[1] = h10_scaled * (h00 + h11 - 2 * shift);
+    first_column[2] = h10_scaled * h21;
   }
 
-  // The reflector at row k that starts or moves the bulge, and the column left of it.
-  OVERTONE_INLINE Reflector<A> next_reflector(int64_t k, Mask<A> active, const V (&start)[3]) {
-    const V zero{}, one = zero + 1, row = zero + static_cast<A>(k);
-    const Mask<A> inside = active & less_equal(first_, row) & less(row, last_);
-    const Mask<A> moves = inside & less(first_, row);
-    V p = zero, q = zero, r = zero;
-    if (k > 0) {
-      p = h_.row(k)[k - 1];
-      q = h_.row(k + 1)[k - 1];
-      r = h_.row(k + 2)[k - 1];
+  // The subdiagonal above the last two rows of every window.
+  V above_corner() const {
+    V result{};
+    for (int64_t i = 1; i < n_; ++i) {
+      result = select(equal(last_, V{} + static_cast<A>(i + 1)), h_.row(i)[i - 1], result);
     }
-    const V old[3] = {p, q, r};
-    p = select(moves, p, start[0]);
-    q = select(moves, q, start[1]);
-    r = select(less(row + 1, last_), select(moves, r, start[2]), zero);
+    return result;
+  }
+
+  // The reflector of row k, which starts or moves the bulge, and the element left of it. Below that element memory
+  // holds zeros, whatever the bulge does.
+  OVERTONE_INLINE void find_next(int64_t k, const V (&first_column)[3], Bulge& bulge) {
+    const V zero{}, one = zero + 1, row = zero + static_cast<A>(k), least = zero + kNothing<A> * kNothing<A>;
+    const Mask<A> inside = less_equal(first_, row) & less(row, last_), moves = inside & less(first_, row);
+    const V p = select(moves, bulge.x[0][0], first_column[0]), q = select(moves, bulge.x[1][0], first_column[1]);
+    const V r = select(less(row + 1, last_), select(moves, bulge.x[2][0], first_column[2]), zero);
     const V squares = p * p + q * q + r * r;
-    const Mask<A> on = inside & less(zero + kNothing<A> * kNothing<A>, squares);
-    const V length = square_root(select(on, squares, one));
+    const Mask<A> on = inside & less(least, squares);
+    const V length = square_root(larger<A>(squares, least));
     const V s = select(less(p, zero), -length, length);
-    const V sum = select(on, p + s, one);
-    const V per_sum = select(on, one / sum, zero);
-    Reflector<A> reflector;
+    const V sum = p + s, per_sum = one / sum;
+    Reflector<A>& reflector = bulge.next;
     reflector.tau = select(on, sum / s, zero);
     reflector.v1 = q * per_sum;
     reflector.v2 = r * per_sum;
     reflector.tau_v1 = reflector.tau * reflector.v1;
     reflector.tau_v2 = reflector.tau * reflector.v2;
     if (k > 0) {
-      h_.row(k)[k - 1] = select(moves & on, -s, old[0]);
-      h_.row(k + 1)[k - 1] = select(moves, zero, old[1]);
-      h_.row(k + 2)[k - 1] = select(moves, zero, old[2]);
-    }
-    return reflector;
-  }
-
-  // What the next reflectors of this block read: columns up to `near`, rows from k0 on.
-  OVERTONE_INLINE void reflect_near(const Reflector<A>& reflector, int64_t k, int64_t k0, int64_t near, int64_t end) {
-    V *x0 = h_.row(k), *x1 = h_.row(k + 1), *x2 = h_.row(k + 2);
-    for (int64_t j = k; j <= near; ++j) {
-      reflect(reflector, x0[j], x1[j], x2[j]);
-    }
-    const int64_t bottom = std::min(k + 3, end);
-    for (int64_t i = k0; i <= bottom; ++i) {
-      V* x = h_.row(i) + k;
-      reflect(reflector, x[0], x[1], x[2]);
+      h_.row(k)[k - 1] = select(moves & on, -s, bulge.x[0][0]);
     }
   }
 
-  void reflect_far(const Reflector<A>* reflectors, int64_t k0, int64_t k1, int64_t near, int64_t top, int64_t right) {
-    switch (k1 - k0) {
-      case 1:
-        return reflect_far_by<1>(reflectors, k0, near, top, right);
-      case 2:
-        return reflect_far_by<2>(reflectors, k0, near, top, right);
-      case 3:
-        return reflect_far_by<3>(reflectors, k0, near, top, right);
-      default:
-        return reflect_far_by<kReflectors>(reflectors, k0, near, top, right);
-    }
-  }
-
-  template <int count>
-  void reflect_far_by(const Reflector<A>* stored, int64_t k0, int64_t near, int64_t top, int64_t right) {
-    Reflector<A> reflectors[count];
+  // Applies reflector i of a block that begins at row k0 to all that the next one depends on, and moves the bulge down
+  // by a row. Its new column gets the earlier reflectors of the block first; rows of the block above it get reflector
+  // i.
+  OVERTONE_INLINE void move(const Reflector<A>* block, int i, int64_t k0, Bulge& bulge) {
+    const int64_t k = k0 + i;
+    const Reflector<A> reflector = bulge.next;
     OVERTONE_UNROLL
-    for (int i = 0; i < count; ++i) {
-      reflectors[i] = stored[i];
+    for (int b = 0; b < i; ++b) {
+      reflect(block[b], h_.row(k0 + b)[k + 2], h_.row(k0 + b + 1)[k + 2], h_.row(k0 + b + 2)[k + 2]);
     }
-    V* rows[count + 2];
+    V x[4][3];
     OVERTONE_UNROLL
-    for (int i = 0; i < count + 2; ++i) {
+    for (int r = 0; r < 3; ++r) {
+      x[r][0] = bulge.x[r][1], x[r][1] = bulge.x[r][2], x[r][2] = h_.row(k + r)[k + 2];
+    }
+    x[3][0] = x[3][1] = V{};
+    x[3][2] = k + 3 <= end_ ? h_.row(k + 3)[k + 2] : V{};
+    OVERTONE_UNROLL
+    for (int c = 0; c < 3; ++c) {
+      reflect(reflector, x[0][c], x[1][c], x[2][c]);
+    }
+    OVERTONE_UNROLL
+    for (int r = 1; r < 4; ++r) {
+      reflect(reflector, x[r][0], x[r][1], x[r][2]);
+      bulge.x[r - 1][0] = x[r][0], bulge.x[r - 1][1] = x[r][1], bulge.x[r - 1][2] = x[r][2];
+    }
+    OVERTONE_UNROLL
+    for (int b = 0; b < i; ++b) {
+      V* row = h_.row(k0 + b) + k;
+      reflect(reflector, row[0], row[1], row[2]);
+    }
+    reflect(reflector, x[0][0], x[0][1], x[0][2]);
+    V* row = h_.row(k) + k;
+    row[0] = x[0][0], row[1] = x[0][1], row[2] = x[0][2];
+  }
+
+  // A block's columns beside the bulges.
+  template <int size>
+  OVERTONE_INLINE void reflect_columns(const Reflector<A>* stored, int64_t k0) {
+    const LocalBlock<size, A> block(stored);
+    const auto reflect_rows_of = [&](const auto& matrix, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        V* x = matrix.row(i) + k0;
+        reflect_chain<size, A>(block.reflectors, [&](int c) { return x + c; });
+      }
+    };
+    reflect_rows_of(h_, schur_.data != nullptr ? 0 : begin_, k0);
+    if (schur_.data != nullptr) {
+      reflect_rows_of(schur_, 0, n_);
+    }
+  }
+
+  // A block's rows beside the bulges.
+  template <int size>
+  OVERTONE_INLINE void reflect_rows(const Reflector<A>* stored, int64_t k0) {
+    const LocalBlock<size, A> block(stored);
+    V* rows[size + 2];
+    OVERTONE_UNROLL
+    for (int i = 0; i < size + 2; ++i) {
       rows[i] = h_.row(k0 + i);
     }
-    for (int64_t j = near + 1; j <= right; ++j) {
-      reflect_chain<count, A>(reflectors, [&](int i) { return rows[i] + j; });
-    }
-    for (int64_t i = top; i < k0; ++i) {
-      V* x = h_.row(i) + k0;
-      reflect_chain<count, A>(reflectors, [&](int c) { return x + c; });
-    }
-    if (schur_.data != nullptr) {
-      for (int64_t i = 0; i < n_; ++i) {
-        V* x = schur_.row(i) + k0;
-        reflect_chain<count, A>(reflectors, [&](int c) { return x + c; });
-      }
+    const int64_t right = schur_.data != nullptr ? n_ - 1 : end_;
+    for (int64_t j = k0 + size + 2; j <= right; ++j) {
+      reflect_chain<size, A>(block.reflectors, [&](int i) { return rows[i] + j; });
     }
   }
 
@@ -342,9 +425,16 @@ class Francis {
   int64_t n_;
   DenseLanes<A> schur_;
   V *real_, *imag_;
-  V first_, last_;  // windows; last = −1 where a lane is done
-  V sweeps_;        // since the last deflation
-  V phase_;         // of the shifts: ordinary ones until kExceptional, then until 2 · kExceptional
+  V first_, last_;       // windows; last = −1 where a lane is done
+  int64_t begin_, end_;  // the rows of all windows
+  struct {
+    V a, b, c, d;
+  } corner_;  // the last two rows and columns of every window
+  struct {
+    V h00, h01, h10, h11, h21;
+  } start_;   // the first elements of every window
+  V sweeps_;  // since the last deflation
+  V phase_;   // of the shifts: ordinary ones until kExceptional, then until 2 · kExceptional
   V norm_;
 };
 

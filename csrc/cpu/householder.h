@@ -9,7 +9,7 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-constexpr int64_t kPanel = 32;
+constexpr int64_t kPanel = 16;
 constexpr int64_t kReflectRows = 48;  // columns of the matrix that meet a panel at a time: they stay in the L2 cache
 
 // A power of two p with p · largest in [1, 4), so that scaling by it is exact. (On the exponents' bits; zero and
@@ -114,8 +114,12 @@ class Householder {
     for (int64_t j = 0; j < q_columns_; ++j) {
       x_[j * ld_ + j] = signs_[j];
     }
+    // A panel meets its own columns, still those of the identity, and the later ones, still zero in the panel's rows.
     for (int64_t first = (panels_ - 1) * kPanel; first >= 0; first -= kPanel) {
-      reflect(first, x_ + first * ld_, q_columns_ - first, panel_rows(first), y_ + first * ld_);
+      const int64_t width = std::min(kPanel, q_columns_ - first);
+      reflect_identity(first, width);
+      reflect(first, x_ + (first + width) * ld_, q_columns_ - first - width, panel_rows(first), y_ + first * ld_,
+              width);
     }
     store_transposed(x_, ld_, q_columns_, rows_, q, q_columns_, [](int64_t, int64_t, Vector<A> v) { return v; });
   }
@@ -330,16 +334,32 @@ class Householder {
     store_transposed(source, kPanel, rows, kPanel, out, ld_, [](int64_t, int64_t, Vector<A> part) { return part; });
   }
 
-  // x ← x − (x L) R for `count` rows of x from element `first` on: L [rows][kPanel], R [kPanel][ld].
-  void reflect(int64_t first, A* x, int64_t count, const A* left, const A* right) {
+  // x ← x − (x L) R for `count` rows of x from element `first` on: L [rows][kPanel], R [kPanel][ld]. The first `zeros`
+  // of these elements are zero.
+  void reflect(int64_t first, A* x, int64_t count, const A* left, const A* right, int64_t zeros = 0) {
     const int64_t size = rows_ - first;
-    const int vectors = static_cast<int>(padded_to(size, kLanes<A>) / kLanes<A>);
     for (int64_t begin = 0; begin < count; begin += kReflectRows) {
       const int64_t strip = std::min(kReflectRows, count - begin);
       A* rows = x + begin * ld_ + first;
-      multiply_in_parts<A>(strip, kPanelVectors, size, rows, ld_, left, kPanel, w_, kPanel);
-      gemm<A, Operand::rows>(strip, vectors, kPanel, w_, kPanel, right, ld_, SubtractFrom<A>{rows, ld_});
+      multiply_in_parts<A>(strip, kPanelVectors, size - zeros, rows + zeros, ld_, left + zeros * kPanel, kPanel, w_,
+                           kPanel);
+      subtract_product(first, strip, right, rows);
     }
+  }
+
+  // The same for a panel's own `count` columns of Q: x L is the beginning of V, with R's signs.
+  void reflect_identity(int64_t first, int64_t count) {
+    const A* v = panel_rows(first);
+    for (int64_t i = 0; i < count * kPanel; ++i) {
+      w_[i] = signs_[first + i / kPanel] * v[i];
+    }
+    subtract_product(first, count, y_ + first * ld_, x_ + first * ld_ + first);
+  }
+
+  // From `count` rows, elements from `first` on: w R.
+  void subtract_product(int64_t first, int64_t count, const A* right, A* rows) const {
+    const int vectors = static_cast<int>(padded_to(rows_ - first, kLanes<A>) / kLanes<A>);
+    gemm<A, Operand::rows>(count, vectors, kPanel, w_, kPanel, right, ld_, SubtractFrom<A>{rows, ld_});
   }
 
   int64_t rows_, columns_, q_columns_, rank_, ld_, panels_;

@@ -204,6 +204,8 @@ def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def raise_unsolved(function: str, info: Tensor) -> None:
     """Raise LinAlgError if any matrix has an info other than zero, and name the first few."""
+    if not info.any():
+        return
     _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
     is_iteration = function != "qr"
     _raise_for(function, info != 0, "is not finite" + (" or did not converge" if is_iteration else ""))
