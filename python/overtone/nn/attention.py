@@ -13,6 +13,7 @@ from overtone import reference
 from overtone.ops import checks
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
+from overtone.ops.linear import linear
 from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
@@ -171,12 +172,12 @@ class SpectralAttention(nn.Module):
     def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
         """The same as [B, N, 3, H, D]."""
         if self.regime == "free":
-            packed = self.qkv(x)
+            packed = linear(x, self.qkv.weight, self.qkv.bias)
         else:  # one product for all three
             basis = (self.evaluate() if spectrum is None else spectrum).basis_in
             weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
             bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
-            packed = F.linear(x, weight, bias)
+            packed = linear(x, weight, bias)
         return packed.unflatten(-1, (3, self.num_heads, -1))
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

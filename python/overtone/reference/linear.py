@@ -1,9 +1,14 @@
-"""The MLP of a Transformer block."""
+"""Linear layers, and the MLP of a Transformer's block."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b."""
+    return F.linear(x, weight, bias)
 
 
 def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -1,0 +1,426 @@
+// The linear layers' kernels, written once and compiled for every ISA level.
+#pragma once
+
+#include "cpu/gelu.h"
+#include "cpu/gemm.h"
+#include "cpu/linear.h"
+#include "cpu/packing.h"
+#include "cpu/scratch.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// Tokens whose operands and results, a group of channels at a time, stay in the second-level cache.
+constexpr int64_t kLinearTokens = 128;
+// Channels of a group: the depth over which one product runs before its sums meet the earlier ones.
+constexpr int64_t kLinearGroup = 192;
+// A block of a weight's gradient, outputs × inputs, and the tokens over which it is summed before it meets the earlier
+// sums: as many as stay in the first-level cache, a panel's width of them.
+constexpr int64_t kGradientOutputs = 96;
+constexpr int64_t kGradientInputs = 192;
+constexpr int64_t kGradientTokens = 112;
+static_assert(kGradientTokens <= kNearRows, "rows are read where they lie");
+
+// The end of the panels that begin with vector `first` and hold about `columns` columns: at most a panel more.
+template <class A>
+OVERTONE_INLINE int panels_end(int first, int vectors, int64_t columns) {
+  int end = first;
+  do {
+    end += next_tile_width(vectors - end);
+  } while (end < vectors && (end - first) * kLanes<A> < columns);
+  return end;
+}
+
+// The n-th of such groups of panels, and how many there are.
+template <class A>
+int panels_begin(int64_t n, int vectors, int64_t columns) {
+  int first = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    first = panels_end<A>(first, vectors, columns);
+  }
+  return first;
+}
+
+template <class A>
+int64_t panels_count(int vectors, int64_t columns) {
+  int64_t count = 0;
+  for (int first = 0; first < vectors; first = panels_end<A>(first, vectors, columns)) {
+    ++count;
+  }
+  return count;
+}
+
+// Of rows that hold a group.
+template <class A>
+inline constexpr int64_t kGroupLd = padded_stride<A>(kLinearGroup + kWidestTile * kLanes<A>);
+
+template <class A>
+MatrixRows linear_rows(const LinearMatrix& matrix, int64_t row, int64_t column = 0) {
+  const int64_t offset = row * matrix.row_stride + column * matrix.column_stride;
+  MatrixRows rows = buffer_rows<A>(matrix.data, offset, matrix.row_stride);
+  rows.column_stride = matrix.column_stride;
+  return rows;
+}
+
+// c = sum + bias.
+template <class A>
+struct AddBias {
+  A* c;
+  int64_t ldc;
+  const A* bias;
+
+  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
+    store_full(sum + load_full(bias + v * kLanes<A>), c + row * ldc + v * kLanes<A>);
+  }
+};
+
+// A weight [depth, columns] in panels.
+template <class A>
+struct WeightPanels {
+  const A* data;
+  int64_t depth;
+  int vectors;
+
+  WeightPanels(const void* panels, int64_t depth, int64_t columns)
+      : data(static_cast<const A*>(panels)), depth(depth), vectors(vectors_of<A>(columns)) {}
+
+  // Vectors [first, last) of A · B, where A's columns are rows [begin, begin + count) of B. `finish` counts them from 0.
+  template <class Finish>
+  void multiply(int first, int last, int64_t begin, int64_t count, const A* a, int64_t lda, int64_t rows,
+                const Finish& finish) const {
+    for (int panel = first; panel < last;) {
+      const int width = next_tile_width(vectors - panel);
+      const int64_t ldb = width * kLanes<A>;
+      const A* b = data + panel * kLanes<A> * depth + begin * ldb;
+      tile_column_of<A, Operand::rows>(width, rows, panel - first, count, a, lda, b, ldb, finish);
+      panel += width;
+    }
+  }
+
+  // sums [rows, ld()] = bias + A · B over the depth that begins there; added to what is in it if that is not the first.
+  void accumulate(int64_t begin, int64_t count, const A* a, int64_t lda, int64_t rows, const A* bias, A* sums) const {
+    if (begin == 0) {
+      multiply(0, vectors, 0, count, a, lda, rows, AddBias<A>{sums, ld(), bias});
+    } else {
+      multiply(0, vectors, begin, count, a, lda, rows, AddTo<A>{sums, ld()});
+    }
+  }
+
+  int64_t ld() const { return vectors * kLanes<A>; }
+};
+
+// A bias filled up with zeros; zeros if there is none.
+template <class A>
+const A* padded_bias(const void* bias, int64_t size, A* out) {
+  pack_rows(buffer_rows<A>(bias, 0, size), 1, bias == nullptr ? 0 : size, A{1}, out, Scratch<A>::padded(size));
+  return out;
+}
+
+template <class A>
+class LinearBlocks {
+ public:
+  explicit LinearBlocks(const LinearTokens& call)
+      : call_(call),
+        weight_(call.weight, call.inputs, call.outputs),
+        scratch_(Scratch<A>::padded(kLinearTokens * padded(call.inputs)) + (kLinearTokens + 1) * padded(call.outputs)),
+        x_(scratch_.take(kLinearTokens * padded(call.inputs))),
+        sums_(scratch_.take(kLinearTokens * padded(call.outputs))),
+        bias_(padded_bias<A>(call.bias, call.outputs, scratch_.take(call.outputs))) {}
+
+  void run(int64_t block) {
+    const int64_t token = block * kLinearTokens;
+    const int64_t rows = std::min(kLinearTokens, call_.tokens - token);
+    const ProductRows<A> x(linear_rows<A>(call_.x, token), rows, call_.inputs, x_);
+    for (int64_t k = 0; k < call_.inputs; k += kLinearGroup) {
+      weight_.accumulate(k, std::min(kLinearGroup, call_.inputs - k), x.data + k, x.ld, rows, bias_, sums_);
+    }
+    A* out = static_cast<A*>(call_.out) + token * call_.outputs;
+    unpack_rows(sums_, weight_.ld(), rows, call_.outputs, A{1}, buffer_rows<A>(out, 0, call_.outputs));
+  }
+
+ private:
+  static constexpr int64_t padded(int64_t size) { return Scratch<A>::padded(size); }
+
+  const LinearTokens& call_;
+  WeightPanels<A> weight_;
+  Scratch<A> scratch_;
+  A* x_;
+  A* sums_;
+  const A* bias_;
+};
+
+template <class A>
+class MlpForwardBlocks {
+ public:
+  explicit MlpForwardBlocks(const MlpForward& call)
+      : call_(call),
+        shape_(call.shape),
+        w1_(call.w1, shape_.inputs, shape_.hidden),
+        w2_(call.w2, shape_.hidden, shape_.outputs),
+        scratch_(kLinearTokens * (padded(shape_.inputs) + 2 * kGroupLd<A> + padded(shape_.outputs)) +
+                 padded(shape_.hidden) + padded(shape_.outputs)),
+        x_(scratch_.take(kLinearTokens * padded(shape_.inputs))),
+        pre_(scratch_.take(kLinearTokens * kGroupLd<A>)),
+        active_(scratch_.take(kLinearTokens * kGroupLd<A>)),
+        sums_(scratch_.take(kLinearTokens * padded(shape_.outputs))),
+        b1_(padded_bias<A>(call.b1, shape_.hidden, scratch_.take(shape_.hidden))),
+        b2_(padded_bias<A>(call.b2, shape_.outputs, scratch_.take(shape_.outputs))) {}
+
+  void run(int64_t block) {
+    const int64_t token = block * kLinearTokens;
+    const int64_t rows = std::min(kLinearTokens, shape_.tokens - token);
+    const ProductRows<A> x(linear_rows<A>(call_.x, token), rows, shape_.inputs, x_);
+    for (int first = 0, last; first < w1_.vectors; first = last) {
+      last = panels_end<A>(first, w1_.vectors, kLinearGroup);
+      const int64_t channel = first * kLanes<A>;
+      A* pre = call_.pre == nullptr ? pre_ : static_cast<A*>(call_.pre) + token * shape_.stride + channel;
+      const int64_t pre_ld = call_.pre == nullptr ? kGroupLd<A> : shape_.stride;
+      w1_.multiply(first, last, 0, shape_.inputs, x.data, x.ld, rows, AddBias<A>{pre, pre_ld, b1_ + channel});
+      activate(pre, pre_ld, rows, last - first);
+      const int64_t depth = std::min<int64_t>((last - first) * kLanes<A>, shape_.hidden - channel);
+      w2_.accumulate(channel, depth, active_, kGroupLd<A>, rows, b2_, sums_);
+    }
+    A* y = static_cast<A*>(call_.y) + token * shape_.outputs;
+    unpack_rows(sums_, w2_.ld(), rows, shape_.outputs, A{1}, buffer_rows<A>(y, 0, shape_.outputs));
+  }
+
+ private:
+  static constexpr int64_t padded(int64_t size) { return Scratch<A>::padded(size); }
+
+  void activate(const A* pre, int64_t pre_ld, int64_t rows, int vectors) {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int v = 0; v < vectors; ++v) {
+        store_full(gelu<A>(load_full(pre + i * pre_ld + v * kLanes<A>)), active_ + i * kGroupLd<A> + v * kLanes<A>);
+      }
+    }
+  }
+
+  const MlpForward& call_;
+  const MlpShape& shape_;
+  WeightPanels<A> w1_;
+  WeightPanels<A> w2_;
+  Scratch<A> scratch_;
+  A* x_;
+  A* pre_;
+  A* active_;
+  A* sums_;
+  const A* b1_;
+  const A* b2_;
+};
+
+template <class A>
+class MlpBackwardBlocks {
+ public:
+  explicit MlpBackwardBlocks(const MlpBackward& call)
+      : call_(call),
+        shape_(call.shape),
+        w1_(call.w1, shape_.hidden, shape_.inputs),
+        w2_(call.w2, shape_.outputs, shape_.hidden),
+        scratch_(kLinearTokens * (padded(shape_.outputs) + kGroupLd<A> + padded(shape_.inputs)) +
+                 padded(shape_.inputs)),
+        grad_(scratch_.take(kLinearTokens * padded(shape_.outputs))),
+        grad_pre_(scratch_.take(kLinearTokens * kGroupLd<A>)),
+        sums_(scratch_.take(kLinearTokens * padded(shape_.inputs))),
+        no_bias_(padded_bias<A>(nullptr, shape_.inputs, scratch_.take(shape_.inputs))) {}
+
+  void run(int64_t block) {
+    const int64_t token = block * kLinearTokens;
+    const int64_t rows = std::min(kLinearTokens, shape_.tokens - token);
+    const ProductRows<A> grad(linear_rows<A>(call_.grad_y, token), rows, shape_.outputs, grad_);
+    for (int first = 0, last; first < w2_.vectors; first = last) {
+      last = panels_end<A>(first, w2_.vectors, kLinearGroup);
+      const int64_t channel = first * kLanes<A>;
+      const bool is_kept = call_.grad_pre != nullptr;
+      A* grad_pre = is_kept ? static_cast<A*>(call_.grad_pre) + token * shape_.stride + channel : grad_pre_;
+      const int64_t ld = is_kept ? shape_.stride : kGroupLd<A>;
+      w2_.multiply(first, last, 0, shape_.outputs, grad.data, grad.ld, rows, StoreTo<A>{grad_pre, ld});
+      differentiate(token, channel, rows, last - first, grad_pre, ld);
+      if (call_.grad_x != nullptr) {
+        const int64_t depth = std::min<int64_t>((last - first) * kLanes<A>, shape_.hidden - channel);
+        w1_.accumulate(channel, depth, grad_pre, ld, rows, no_bias_, sums_);
+      }
+    }
+    if (call_.grad_x != nullptr) {
+      A* grad_x = static_cast<A*>(call_.grad_x) + token * shape_.inputs;
+      unpack_rows(sums_, w1_.ld(), rows, shape_.inputs, A{1}, buffer_rows<A>(grad_x, 0, shape_.inputs));
+    }
+  }
+
+ private:
+  static constexpr int64_t padded(int64_t size) { return Scratch<A>::padded(size); }
+
+  // From G W₂ to ∂h, in place, and GELU(h) beside it.
+  void differentiate(int64_t token, int64_t channel, int64_t rows, int vectors, A* grad, int64_t ld) {
+    const int64_t place = token * shape_.stride + channel;
+    const A* pre = static_cast<const A*>(call_.pre) + place;
+    A* active = call_.active == nullptr ? nullptr : static_cast<A*>(call_.active) + place;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < vectors * kLanes<A>; j += kLanes<A>) {
+        const auto [value, slope] = gelu_and_slope<A>(load_full(pre + i * shape_.stride + j));
+        store_full(load_full(grad + i * ld + j) * slope, grad + i * ld + j);
+        if (active != nullptr) {
+          store_full(value, active + i * shape_.stride + j);
+        }
+      }
+    }
+  }
+
+  const MlpBackward& call_;
+  const MlpShape& shape_;
+  WeightPanels<A> w1_;
+  WeightPanels<A> w2_;
+  Scratch<A> scratch_;
+  A* grad_;
+  A* grad_pre_;
+  A* sums_;
+  const A* no_bias_;
+};
+
+// An item is a block of ∂W, summed over all tokens; the blocks of the first inputs make ∂b too.
+template <class A>
+class WeightGradientBlocks {
+ public:
+  explicit WeightGradientBlocks(const LinearWeightGradient& call)
+      : call_(call),
+        vectors_(vectors_of<A>(call.inputs)),
+        scratch_(kGradientTokens * (kOutputs + kInputs) + kOutputs * kInputs + 2 * kOutputs),
+        grad_(scratch_.take(kGradientTokens * kOutputs)),
+        x_(scratch_.take(kGradientTokens * kInputs)),
+        sums_(scratch_.take(kOutputs * kInputs)),
+        total_(scratch_.take(kOutputs)),
+        part_(scratch_.take(kOutputs)) {}
+
+  static int64_t items(const LinearWeightGradient& call) {
+    return (call.outputs + kGradientOutputs - 1) / kGradientOutputs *
+           panels_count<A>(vectors_of<A>(call.inputs), kGradientInputs);
+  }
+
+  void run(int64_t item) {
+    const int64_t blocks = panels_count<A>(vectors_, kGradientInputs);
+    const int64_t output = item / blocks * kGradientOutputs;
+    const int64_t outputs = std::min(kGradientOutputs, call_.outputs - output);
+    const int first = panels_begin<A>(item % blocks, vectors_, kGradientInputs);
+    const int last = panels_end<A>(first, vectors_, kGradientInputs);
+    const int64_t input = first * kLanes<A>;
+    const int64_t inputs = std::min<int64_t>((last - first) * kLanes<A>, call_.inputs - input);
+    const bool with_bias = first == 0 && call_.grad_bias != nullptr;
+    std::fill(sums_, sums_ + outputs * kInputs, A{0});
+    std::fill(total_, total_ + kOutputs, A{0});
+    for (int64_t token = 0; token < call_.tokens; token += kGradientTokens) {
+      const int64_t depth = std::min(kGradientTokens, call_.tokens - token);
+      const ProductRows<A> grad(linear_rows<A>(call_.grad, token, output), depth, outputs, grad_);
+      const ProductRows<A> x(linear_rows<A>(call_.x, token, input), depth, inputs, x_);
+      multiply(grad, outputs, x, last - first, depth);
+      if (with_bias) {
+        sum_rows(grad, depth, outputs);
+      }
+    }
+    A* out = static_cast<A*>(call_.grad_weight) + output * call_.inputs + input;
+    unpack_rows(sums_, kInputs, outputs, inputs, A{1}, buffer_rows<A>(out, 0, call_.inputs));
+    if (with_bias) {
+      std::copy(total_, total_ + outputs, static_cast<A*>(call_.grad_bias) + output);
+    }
+  }
+
+ private:
+  static constexpr int64_t kOutputs = Scratch<A>::padded(kGradientOutputs);
+  static constexpr int64_t kInputs = Scratch<A>::padded(kGradientInputs + kWidestTile * kLanes<A>);
+
+  void multiply(const ProductRows<A>& grad, int64_t outputs, const ProductRows<A>& x, int vectors, int64_t depth) {
+    gemm<A, Operand::columns>(outputs, vectors, depth, grad.data, grad.ld, x.data, x.ld, AddTo<A>{sums_, kInputs});
+  }
+
+  // Rows of G are added up in parts as long as the products'.
+  void sum_rows(const ProductRows<A>& rows, int64_t count, int64_t size) {
+    std::fill(part_, part_ + kOutputs, A{0});
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t j = 0; j < size; j += kLanes<A>) {
+        store_full(load_full(part_ + j) + load_full(rows.data + i * rows.ld + j), part_ + j);
+      }
+    }
+    for (int64_t j = 0; j < size; j += kLanes<A>) {
+      store_full(load_full(total_ + j) + load_full(part_ + j), total_ + j);
+    }
+  }
+
+  const LinearWeightGradient& call_;
+  int vectors_;
+  Scratch<A> scratch_;
+  A* grad_;
+  A* x_;
+  A* sums_;
+  A* total_;
+  A* part_;
+};
+
+template <class A>
+class WeightPacking {
+ public:
+  explicit WeightPacking(const LinearPacking& call) : call_(call), vectors_(vectors_of<A>(call.columns)) {}
+
+  void run(int64_t item) {
+    const int first = panels_begin<A>(item, vectors_, 1);
+    const int width = next_tile_width(vectors_ - first);
+    const int64_t column = first * kLanes<A>;
+    const int64_t columns = std::min<int64_t>(width * kLanes<A>, call_.columns - column);
+    pack_panel<A>(linear_rows<A>(call_.weight, 0), call_.depth, column, columns, nullptr, nullptr, width,
+                  static_cast<A*>(call_.panels) + column * call_.depth);
+  }
+
+ private:
+  const LinearPacking& call_;
+  int vectors_;
+};
+
+template <template <class> class Worker, class Call>
+void run_linear_items(ElementType type, const Call& call, WorkQueue& queue) {
+  const auto run = [&](auto element) {
+    Worker<decltype(element)> worker(call);
+    for (int64_t item; (item = take_item(queue)) >= 0;) {
+      worker.run(item);
+    }
+  };
+  type == ElementType::float64 ? run(double{}) : run(float{});
+}
+
+inline int64_t packed_size(const LinearPacking& call) {
+  const int64_t lanes = call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+  return call.depth * padded_to(call.columns, lanes);
+}
+
+inline int64_t packing_items(const LinearPacking& call) {
+  return call.type == ElementType::float64 ? panels_count<double>(vectors_of<double>(call.columns), 1)
+                                           : panels_count<float>(vectors_of<float>(call.columns), 1);
+}
+
+inline void pack_linear(const LinearPacking& call, WorkQueue& queue) {
+  run_linear_items<WeightPacking>(call.type, call, queue);
+}
+
+inline int64_t token_items(int64_t tokens) { return (tokens + kLinearTokens - 1) / kLinearTokens; }
+
+inline void linear_tokens(const LinearTokens& call, WorkQueue& queue) {
+  run_linear_items<LinearBlocks>(call.type, call, queue);
+}
+
+inline void mlp_forward(const MlpForward& call, WorkQueue& queue) {
+  run_linear_items<MlpForwardBlocks>(call.shape.type, call, queue);
+}
+
+inline void mlp_backward(const MlpBackward& call, WorkQueue& queue) {
+  run_linear_items<MlpBackwardBlocks>(call.shape.type, call, queue);
+}
+
+inline int64_t weight_items(const LinearWeightGradient& call) {
+  return call.type == ElementType::float64 ? WeightGradientBlocks<double>::items(call)
+                                           : WeightGradientBlocks<float>::items(call);
+}
+
+inline void linear_weight(const LinearWeightGradient& call, WorkQueue& queue) {
+  run_linear_items<WeightGradientBlocks>(call.type, call, queue);
+}
+
+extern const LinearKernels linear_kernels = {OVERTONE_LEVEL_NAME, &packed_size,   &packing_items, &pack_linear,
+                                             &token_items,        &linear_tokens, &mlp_forward,   &mlp_backward,
+                                             &weight_items,       &linear_weight};
+
+}  // namespace overtone::OVERTONE_LEVEL
