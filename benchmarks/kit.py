@@ -19,7 +19,7 @@ OURS = "ours"
 BF16_WAY_OUT = "PyTorch's bfloat16 products die on this machine; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
 # The files of cases, one per op family, named like the op in every other layer.
-MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance", "step")
+MODULES = ("frequency", "attention", "eig", "eigh", "qr", "dominance", "linear", "step")
 
 
 def all_cases() -> list[Case]:

@@ -118,11 +118,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   Tensor grad_bias = allocated(need_weight, x, {outputs});
   if (need_x) {
     const Tensor panels = packed(run, type, matrix(weight), outputs, inputs, x);
-    multiply_tokens(run, {type, tokens, outputs, inputs, matrix(grad_y), panels.data_ptr(), nullptr, grad_x.data_ptr()});
+    multiply_tokens(run,
+                    {type, tokens, outputs, inputs, matrix(grad_y), panels.data_ptr(), nullptr, grad_x.data_ptr()});
   }
   if (need_weight) {
-    weight_gradient(run, {type, tokens, inputs, outputs, matrix(grad_y), matrix(x), grad_weight.data_ptr(),
-                          grad_bias.data_ptr()});
+    weight_gradient(
+        run, {type, tokens, inputs, outputs, matrix(grad_y), matrix(x), grad_weight.data_ptr(), grad_bias.data_ptr()});
   }
   return {grad_x, grad_weight, grad_bias};
 }

@@ -47,10 +47,10 @@ struct LinearWeightGradient {
   int64_t tokens = 0;
   int64_t inputs = 0;
   int64_t outputs = 0;
-  LinearMatrix grad;             // G [tokens, outputs]
-  LinearMatrix x;                // [tokens, inputs]
-  void* grad_weight = nullptr;   // [outputs, inputs]
-  void* grad_bias = nullptr;     // [outputs], or null
+  LinearMatrix grad;            // G [tokens, outputs]
+  LinearMatrix x;               // [tokens, inputs]
+  void* grad_weight = nullptr;  // [outputs, inputs]
+  void* grad_bias = nullptr;    // [outputs], or null
 };
 
 struct MlpShape {

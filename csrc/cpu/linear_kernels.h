@@ -9,16 +9,21 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// Tokens whose operands and results, a group of channels at a time, stay in the second-level cache.
+// Tokens whose operands and results, a group of hidden channels at a time, stay in the second-level cache.
 constexpr int64_t kLinearTokens = 128;
-// Channels of a group: the depth over which one product runs before its sums meet the earlier ones.
 constexpr int64_t kLinearGroup = 192;
-// A block of a weight's gradient, outputs × inputs, and the tokens over which it is summed before it meets the earlier
-// sums: as many as stay in the first-level cache, a panel's width of them.
+// A block of a weight's gradient, outputs × inputs.
 constexpr int64_t kGradientOutputs = 96;
 constexpr int64_t kGradientInputs = 192;
-constexpr int64_t kGradientTokens = 112;
-static_assert(kGradientTokens <= kNearRows, "rows are read where they lie");
+// The depth over which a product runs before its sum meets the earlier ones, for exactness and so that a panel stays in
+// the first-level cache. Without fused multiplication and addition every term is rounded twice.
+#if OVERTONE_VECTOR_BYTES == 16
+constexpr int64_t kLinearDepth = 64;
+constexpr int64_t kGradientTokens = 64;
+#else
+constexpr int64_t kLinearDepth = 192;
+constexpr int64_t kGradientTokens = 128;
+#endif
 
 // The end of the panels that begin with vector `first` and hold about `columns` columns: at most a panel more.
 template <class A>
@@ -83,29 +88,49 @@ struct WeightPanels {
   WeightPanels(const void* panels, int64_t depth, int64_t columns)
       : data(static_cast<const A*>(panels)), depth(depth), vectors(vectors_of<A>(columns)) {}
 
-  // Vectors [first, last) of A · B, where A's columns are rows [begin, begin + count) of B. `finish` counts them from 0.
-  template <class Finish>
-  void multiply(int first, int last, int64_t begin, int64_t count, const A* a, int64_t lda, int64_t rows,
-                const Finish& finish) const {
+  // c = bias + A · B, or c += A · B without a bias: vectors [first, last) of B, which c and bias count from 0; A's
+  // columns are rows [begin, begin + count) of B.
+  void multiply(int first, int last, int64_t begin, int64_t count, const A* a, int64_t lda, int64_t rows, const A* bias,
+                A* c, int64_t ldc) const {
     for (int panel = first; panel < last;) {
       const int width = next_tile_width(vectors - panel);
       const int64_t ldb = width * kLanes<A>;
       const A* b = data + panel * kLanes<A> * depth + begin * ldb;
-      tile_column_of<A, Operand::rows>(width, rows, panel - first, count, a, lda, b, ldb, finish);
+      for (int64_t k = 0; k < count; k += kLinearDepth) {
+        const int64_t part = std::min(kLinearDepth, count - k);
+        if (k == 0 && bias != nullptr) {
+          tile_column_of<A, Operand::rows>(width, rows, panel - first, part, a, lda, b, ldb, AddBias<A>{c, ldc, bias});
+        } else {
+          tile_column_of<A, Operand::rows>(width, rows, panel - first, part, a + k, lda, b + k * ldb, ldb,
+                                           AddTo<A>{c, ldc});
+        }
+      }
       panel += width;
     }
   }
 
-  // sums [rows, ld()] = bias + A · B over the depth that begins there; added to what is in it if that is not the first.
-  void accumulate(int64_t begin, int64_t count, const A* a, int64_t lda, int64_t rows, const A* bias, A* sums) const {
-    if (begin == 0) {
-      multiply(0, vectors, 0, count, a, lda, rows, AddBias<A>{sums, ld(), bias});
-    } else {
-      multiply(0, vectors, begin, count, a, lda, rows, AddTo<A>{sums, ld()});
+  int64_t ld() const { return vectors * kLanes<A>; }
+};
+
+// Rows of a result: summed where they go, or in scratch where they do not end with a whole vector.
+template <class A>
+struct ResultRows {
+  A* sums;
+  A* out;
+  int64_t width;
+
+  ResultRows(void* result, int64_t row, int64_t width, A* scratch)
+      : sums(scratch), out(static_cast<A*>(result) + row * width), width(width) {
+    if (width % kLanes<A> == 0) {
+      sums = out;
     }
   }
 
-  int64_t ld() const { return vectors * kLanes<A>; }
+  void finish(int64_t rows) const {
+    if (sums != out) {
+      unpack_rows(sums, padded_to(width, kLanes<A>), rows, width, A{1}, buffer_rows<A>(out, 0, width));
+    }
+  }
 };
 
 // A bias filled up with zeros; zeros if there is none.
@@ -130,11 +155,9 @@ class LinearBlocks {
     const int64_t token = block * kLinearTokens;
     const int64_t rows = std::min(kLinearTokens, call_.tokens - token);
     const ProductRows<A> x(linear_rows<A>(call_.x, token), rows, call_.inputs, x_);
-    for (int64_t k = 0; k < call_.inputs; k += kLinearGroup) {
-      weight_.accumulate(k, std::min(kLinearGroup, call_.inputs - k), x.data + k, x.ld, rows, bias_, sums_);
-    }
-    A* out = static_cast<A*>(call_.out) + token * call_.outputs;
-    unpack_rows(sums_, weight_.ld(), rows, call_.outputs, A{1}, buffer_rows<A>(out, 0, call_.outputs));
+    const ResultRows<A> out(call_.out, token, call_.outputs, sums_);
+    weight_.multiply(0, weight_.vectors, 0, call_.inputs, x.data, x.ld, rows, bias_, out.sums, weight_.ld());
+    out.finish(rows);
   }
 
  private:
@@ -169,18 +192,19 @@ class MlpForwardBlocks {
     const int64_t token = block * kLinearTokens;
     const int64_t rows = std::min(kLinearTokens, shape_.tokens - token);
     const ProductRows<A> x(linear_rows<A>(call_.x, token), rows, shape_.inputs, x_);
+    const ResultRows<A> y(call_.y, token, shape_.outputs, sums_);
     for (int first = 0, last; first < w1_.vectors; first = last) {
       last = panels_end<A>(first, w1_.vectors, kLinearGroup);
       const int64_t channel = first * kLanes<A>;
       A* pre = call_.pre == nullptr ? pre_ : static_cast<A*>(call_.pre) + token * shape_.stride + channel;
       const int64_t pre_ld = call_.pre == nullptr ? kGroupLd<A> : shape_.stride;
-      w1_.multiply(first, last, 0, shape_.inputs, x.data, x.ld, rows, AddBias<A>{pre, pre_ld, b1_ + channel});
+      w1_.multiply(first, last, 0, shape_.inputs, x.data, x.ld, rows, b1_ + channel, pre, pre_ld);
       activate(pre, pre_ld, rows, last - first);
       const int64_t depth = std::min<int64_t>((last - first) * kLanes<A>, shape_.hidden - channel);
-      w2_.accumulate(channel, depth, active_, kGroupLd<A>, rows, b2_, sums_);
+      w2_.multiply(0, w2_.vectors, channel, depth, active_, kGroupLd<A>, rows, channel == 0 ? b2_ : nullptr, y.sums,
+                   w2_.ld());
     }
-    A* y = static_cast<A*>(call_.y) + token * shape_.outputs;
-    unpack_rows(sums_, w2_.ld(), rows, shape_.outputs, A{1}, buffer_rows<A>(y, 0, shape_.outputs));
+    y.finish(rows);
   }
 
  private:
@@ -215,38 +239,40 @@ class MlpBackwardBlocks {
         shape_(call.shape),
         w1_(call.w1, shape_.hidden, shape_.inputs),
         w2_(call.w2, shape_.outputs, shape_.hidden),
-        scratch_(kLinearTokens * (padded(shape_.outputs) + kGroupLd<A> + padded(shape_.inputs)) +
-                 padded(shape_.inputs)),
+        scratch_(kLinearTokens * (padded(shape_.outputs) + kGroupLd<A> + padded(shape_.inputs)) + padded(zeros())),
         grad_(scratch_.take(kLinearTokens * padded(shape_.outputs))),
         grad_pre_(scratch_.take(kLinearTokens * kGroupLd<A>)),
         sums_(scratch_.take(kLinearTokens * padded(shape_.inputs))),
-        no_bias_(padded_bias<A>(nullptr, shape_.inputs, scratch_.take(shape_.inputs))) {}
+        zeros_(padded_bias<A>(nullptr, zeros(), scratch_.take(zeros()))) {}
 
   void run(int64_t block) {
     const int64_t token = block * kLinearTokens;
     const int64_t rows = std::min(kLinearTokens, shape_.tokens - token);
     const ProductRows<A> grad(linear_rows<A>(call_.grad_y, token), rows, shape_.outputs, grad_);
+    const ResultRows<A> grad_x(call_.grad_x, token, shape_.inputs, sums_);
     for (int first = 0, last; first < w2_.vectors; first = last) {
       last = panels_end<A>(first, w2_.vectors, kLinearGroup);
       const int64_t channel = first * kLanes<A>;
       const bool is_kept = call_.grad_pre != nullptr;
       A* grad_pre = is_kept ? static_cast<A*>(call_.grad_pre) + token * shape_.stride + channel : grad_pre_;
       const int64_t ld = is_kept ? shape_.stride : kGroupLd<A>;
-      w2_.multiply(first, last, 0, shape_.outputs, grad.data, grad.ld, rows, StoreTo<A>{grad_pre, ld});
+      w2_.multiply(first, last, 0, shape_.outputs, grad.data, grad.ld, rows, zeros_, grad_pre, ld);
       differentiate(token, channel, rows, last - first, grad_pre, ld);
       if (call_.grad_x != nullptr) {
         const int64_t depth = std::min<int64_t>((last - first) * kLanes<A>, shape_.hidden - channel);
-        w1_.accumulate(channel, depth, grad_pre, ld, rows, no_bias_, sums_);
+        w1_.multiply(0, w1_.vectors, channel, depth, grad_pre, ld, rows, channel == 0 ? zeros_ : nullptr, grad_x.sums,
+                     w1_.ld());
       }
     }
     if (call_.grad_x != nullptr) {
-      A* grad_x = static_cast<A*>(call_.grad_x) + token * shape_.inputs;
-      unpack_rows(sums_, w1_.ld(), rows, shape_.inputs, A{1}, buffer_rows<A>(grad_x, 0, shape_.inputs));
+      grad_x.finish(rows);
     }
   }
 
  private:
   static constexpr int64_t padded(int64_t size) { return Scratch<A>::padded(size); }
+
+  int64_t zeros() const { return std::max(shape_.inputs, kGroupLd<A>); }
 
   // From G W₂ to ∂h, in place, and GELU(h) beside it.
   void differentiate(int64_t token, int64_t channel, int64_t rows, int vectors, A* grad, int64_t ld) {
@@ -272,7 +298,7 @@ class MlpBackwardBlocks {
   A* grad_;
   A* grad_pre_;
   A* sums_;
-  const A* no_bias_;
+  const A* zeros_;
 };
 
 // An item is a block of ∂W, summed over all tokens; the blocks of the first inputs make ∂b too.
@@ -282,10 +308,10 @@ class WeightGradientBlocks {
   explicit WeightGradientBlocks(const LinearWeightGradient& call)
       : call_(call),
         vectors_(vectors_of<A>(call.inputs)),
-        scratch_(kGradientTokens * (kOutputs + kInputs) + kOutputs * kInputs + 2 * kOutputs),
+        scratch_(kGradientTokens * (kOutputs + kPanelLd<A>)+kGradientOutputs * kInputs + 2 * kOutputs),
         grad_(scratch_.take(kGradientTokens * kOutputs)),
-        x_(scratch_.take(kGradientTokens * kInputs)),
-        sums_(scratch_.take(kOutputs * kInputs)),
+        x_(scratch_.take(kGradientTokens * kPanelLd<A>)),
+        sums_(scratch_.take(kGradientOutputs * kInputs)),
         total_(scratch_.take(kOutputs)),
         part_(scratch_.take(kOutputs)) {}
 
@@ -307,11 +333,10 @@ class WeightGradientBlocks {
     std::fill(total_, total_ + kOutputs, A{0});
     for (int64_t token = 0; token < call_.tokens; token += kGradientTokens) {
       const int64_t depth = std::min(kGradientTokens, call_.tokens - token);
-      const ProductRows<A> grad(linear_rows<A>(call_.grad, token, output), depth, outputs, grad_);
-      const ProductRows<A> x(linear_rows<A>(call_.x, token, input), depth, inputs, x_);
-      multiply(grad, outputs, x, last - first, depth);
+      pack_rows(linear_rows<A>(call_.grad, token, output), depth, outputs, A{1}, grad_, kOutputs);
+      multiply(linear_rows<A>(call_.x, token, input), depth, inputs, outputs);
       if (with_bias) {
-        sum_rows(grad, depth, outputs);
+        sum_rows(depth);
       }
     }
     A* out = static_cast<A*>(call_.grad_weight) + output * call_.inputs + input;
@@ -322,22 +347,32 @@ class WeightGradientBlocks {
   }
 
  private:
-  static constexpr int64_t kOutputs = Scratch<A>::padded(kGradientOutputs);
+  static constexpr int64_t kOutputs = padded_stride<A>(kGradientOutputs);
   static constexpr int64_t kInputs = Scratch<A>::padded(kGradientInputs + kWidestTile * kLanes<A>);
 
-  void multiply(const ProductRows<A>& grad, int64_t outputs, const ProductRows<A>& x, int vectors, int64_t depth) {
-    gemm<A, Operand::columns>(outputs, vectors, depth, grad.data, grad.ld, x.data, x.ld, AddTo<A>{sums_, kInputs});
+  // sums_ += gradᵀ x for some tokens; both operands are packed: rows far apart would miss the TLB.
+  void multiply(const MatrixRows& x, int64_t depth, int64_t inputs, int64_t outputs) {
+    const int vectors = vectors_of<A>(inputs);
+    for (int panel = 0; panel < vectors;) {
+      const int width = next_tile_width(vectors - panel);
+      const int64_t column = panel * kLanes<A>;
+      pack_panel<A>(x, depth, column, std::min<int64_t>(width * kLanes<A>, inputs - column), nullptr, nullptr, width,
+                    x_);
+      tile_column_of<A, Operand::columns>(width, outputs, panel, depth, grad_, kOutputs, x_, width * kLanes<A>,
+                                          AddTo<A>{sums_, kInputs});
+      panel += width;
+    }
   }
 
-  // Rows of G are added up in parts as long as the products'.
-  void sum_rows(const ProductRows<A>& rows, int64_t count, int64_t size) {
+  // Rows of the gradient are added up in parts as long as the products'.
+  void sum_rows(int64_t depth) {
     std::fill(part_, part_ + kOutputs, A{0});
-    for (int64_t i = 0; i < count; ++i) {
-      for (int64_t j = 0; j < size; j += kLanes<A>) {
-        store_full(load_full(part_ + j) + load_full(rows.data + i * rows.ld + j), part_ + j);
+    for (int64_t i = 0; i < depth; ++i) {
+      for (int64_t j = 0; j < kOutputs; j += kLanes<A>) {
+        store_full(load_full(part_ + j) + load_full(grad_ + i * kOutputs + j), part_ + j);
       }
     }
-    for (int64_t j = 0; j < size; j += kLanes<A>) {
+    for (int64_t j = 0; j < kOutputs; j += kLanes<A>) {
       store_full(load_full(total_ + j) + load_full(part_ + j), total_ + j);
     }
   }

@@ -22,6 +22,13 @@ __all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
 REGIMES = ("free", "sharpen", "smooth")
 
 
+class Linear(nn.Linear):
+    """nn.Linear on overtone's op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class SpectralAttention(nn.Module):
     """Self-attention x ↦ concat_h(A_h x B_h) · diag(λ) · U with B, λ, U from a spectrum, in one fused op.
 
@@ -74,7 +81,7 @@ class SpectralAttention(nn.Module):
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
         if regime == "free":
-            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+            self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **factory)
             self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
             self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
         else:
@@ -172,7 +179,7 @@ class SpectralAttention(nn.Module):
     def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
         """The same as [B, N, 3, H, D]."""
         if self.regime == "free":
-            packed = linear(x, self.qkv.weight, self.qkv.bias)
+            packed = self.qkv(x)
         else:  # one product for all three
             basis = (self.evaluate() if spectrum is None else spectrum).basis_in
             weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))

@@ -45,6 +45,10 @@ class BasisCache:
         self._entries: dict[str, _Entry] = {}
         BasisCache._alive[self.name] = self
 
+    def clear(self) -> None:
+        """Forget all factorisations, as a changed basis does."""
+        self._entries.clear()
+
     def __deepcopy__(self, memo: dict) -> BasisCache:
         return BasisCache()
 
