@@ -139,8 +139,7 @@ MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const ch
   shape.inputs = x.size(1);
   shape.hidden = w1.size(0);
   shape.outputs = w2.size(0);
-  // An odd number of lines, or the rows of a column would share few cache sets.
-  shape.stride = ((shape.hidden + kLine - 1) / kLine / 2 * 2 + 1) * kLine;
+  shape.stride = (shape.hidden + kLine - 1) / kLine * kLine;
   return shape;
 }
 
@@ -178,8 +177,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   STD_TORCH_CHECK(pre.is_contiguous(), op, ": pre must be contiguous");
   const LinearKernels& run = kernels(op);
   Tensor grad_x = allocated(need_x, x, {shape.tokens, shape.inputs});
-  const Tensor active = allocated(need_weights, x, {shape.tokens, shape.stride});
-  const Tensor grad_pre = allocated(need_weights, x, {shape.tokens, shape.stride});
+  const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
+  const Tensor active = allocated(need_weights, x, blocked);
+  const Tensor grad_pre = allocated(need_weights, x, blocked);
   const Tensor w1_panels = packed(run, shape.type, matrix(w1), shape.hidden, shape.inputs, x);
   const Tensor w2_panels = packed(run, shape.type, matrix(w2), shape.outputs, shape.hidden, x);
   call.grad_y = matrix(grad_y);
@@ -196,8 +196,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   Tensor grad_w2 = allocated(need_weights, x, {shape.outputs, shape.hidden});
   Tensor grad_b2 = allocated(need_weights, x, {shape.outputs});
   if (need_weights) {
-    const LinearMatrix active_rows{call.active, shape.stride, 1};
-    const LinearMatrix grad_rows{call.grad_pre, shape.stride, 1};
+    const LinearMatrix active_rows{call.active, kLinearBlock, 1, shape.tokens * kLinearBlock};
+    const LinearMatrix grad_rows{call.grad_pre, kLinearBlock, 1, shape.tokens * kLinearBlock};
     weight_gradient(run, {shape.type, shape.tokens, shape.hidden, shape.outputs, matrix(grad_y), active_rows,
                           grad_w2.data_ptr(), grad_b2.data_ptr()});
     weight_gradient(run, {shape.type, shape.tokens, shape.inputs, shape.hidden, grad_rows, matrix(x),

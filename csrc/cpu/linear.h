@@ -13,11 +13,15 @@
 
 namespace overtone {
 
+// Columns of a block: as many as a work item of the weights' gradients has outputs.
+constexpr int64_t kLinearBlock = 96;
+
 // A matrix of any strides, whose type the call has.
 struct LinearMatrix {
   void* data = nullptr;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
+  int64_t block_stride = 0;  // if not zero: between blocks of kLinearBlock columns, which lie apart from each other
 };
 
 // A weight [depth, columns] as the right operand of products: in panels, as wide as a register tile.
@@ -50,7 +54,7 @@ struct LinearWeightGradient {
   LinearMatrix grad;            // G [tokens, outputs]
   LinearMatrix x;               // [tokens, inputs]
   void* grad_weight = nullptr;  // [outputs, inputs]
-  void* grad_bias = nullptr;    // [outputs], or null
+  void* grad_bias = nullptr;    // [outputs]
 };
 
 struct MlpShape {
@@ -59,7 +63,9 @@ struct MlpShape {
   int64_t inputs = 0;
   int64_t hidden = 0;
   int64_t outputs = 0;
-  int64_t stride = 0;  // of rows of hidden channels in memory: at least `hidden`, whole vectors on every level
+  int64_t stride = 0;  // of rows of h: at least `hidden`, whole vectors on every level
+
+  int64_t blocks() const { return (hidden + kLinearBlock - 1) / kLinearBlock; }
 };
 
 struct MlpForward {
@@ -80,7 +86,7 @@ struct MlpBackward {
   const void* w1 = nullptr;  // panels of W₁
   const void* w2 = nullptr;  // panels of W₂
   const void* pre = nullptr;
-  void* active = nullptr;    // GELU(h) [tokens, stride]; null where no weight's gradient is wanted
+  void* active = nullptr;    // GELU(h) [blocks, tokens, kLinearBlock]; null where no weight's gradient is wanted
   void* grad_pre = nullptr;  // ∂h, the same
   void* grad_x = nullptr;    // [tokens, inputs]; null: not wanted
 };

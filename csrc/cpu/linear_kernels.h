@@ -12,9 +12,8 @@ namespace overtone::OVERTONE_LEVEL {
 // Tokens whose operands and results, a group of hidden channels at a time, stay in the second-level cache.
 constexpr int64_t kLinearTokens = 128;
 constexpr int64_t kLinearGroup = 192;
-// A block of a weight's gradient, outputs × inputs.
-constexpr int64_t kGradientOutputs = 96;
-constexpr int64_t kGradientInputs = 192;
+// Inputs of a work item of the weights' gradients: blocks, which share their part of the outputs' gradient.
+constexpr int64_t kGradientInputs = 2 * kLinearBlock;
 // The depth over which a product runs before its sum meets the earlier ones, for exactness and so that a panel stays in
 // the first-level cache. Without fused multiplication and addition every term is rounded twice.
 #if OVERTONE_VECTOR_BYTES == 16
@@ -22,8 +21,9 @@ constexpr int64_t kLinearDepth = 64;
 constexpr int64_t kGradientTokens = 64;
 #else
 constexpr int64_t kLinearDepth = 192;
-constexpr int64_t kGradientTokens = 128;
+constexpr int64_t kGradientTokens = 112;
 #endif
+static_assert(kGradientTokens <= kNearRows, "rows are read where they lie");
 
 // The end of the panels that begin with vector `first` and hold about `columns` columns: at most a panel more.
 template <class A>
@@ -35,20 +35,18 @@ OVERTONE_INLINE int panels_end(int first, int vectors, int64_t columns) {
   return end;
 }
 
-// The n-th of such groups of panels, and how many there are.
-template <class A>
-int panels_begin(int64_t n, int vectors, int64_t columns) {
+// The first vector of the n-th panel, and how many panels there are.
+inline int panel_begin(int64_t n, int vectors) {
   int first = 0;
   for (int64_t i = 0; i < n; ++i) {
-    first = panels_end<A>(first, vectors, columns);
+    first += next_tile_width(vectors - first);
   }
   return first;
 }
 
-template <class A>
-int64_t panels_count(int vectors, int64_t columns) {
+inline int64_t panel_count(int vectors) {
   int64_t count = 0;
-  for (int first = 0; first < vectors; first = panels_end<A>(first, vectors, columns)) {
+  for (int first = 0; first < vectors; first += next_tile_width(vectors - first)) {
     ++count;
   }
   return count;
@@ -60,7 +58,9 @@ inline constexpr int64_t kGroupLd = padded_stride<A>(kLinearGroup + kWidestTile 
 
 template <class A>
 MatrixRows linear_rows(const LinearMatrix& matrix, int64_t row, int64_t column = 0) {
-  const int64_t offset = row * matrix.row_stride + column * matrix.column_stride;
+  const int64_t blocks = matrix.block_stride == 0 ? 0 : column / kLinearBlock;
+  const int64_t offset =
+      row * matrix.row_stride + blocks * matrix.block_stride + (column - blocks * kLinearBlock) * matrix.column_stride;
   MatrixRows rows = buffer_rows<A>(matrix.data, offset, matrix.row_stride);
   rows.column_stride = matrix.column_stride;
   return rows;
@@ -253,15 +253,12 @@ class MlpBackwardBlocks {
     for (int first = 0, last; first < w2_.vectors; first = last) {
       last = panels_end<A>(first, w2_.vectors, kLinearGroup);
       const int64_t channel = first * kLanes<A>;
-      const bool is_kept = call_.grad_pre != nullptr;
-      A* grad_pre = is_kept ? static_cast<A*>(call_.grad_pre) + token * shape_.stride + channel : grad_pre_;
-      const int64_t ld = is_kept ? shape_.stride : kGroupLd<A>;
-      w2_.multiply(first, last, 0, shape_.outputs, grad.data, grad.ld, rows, zeros_, grad_pre, ld);
-      differentiate(token, channel, rows, last - first, grad_pre, ld);
+      w2_.multiply(first, last, 0, shape_.outputs, grad.data, grad.ld, rows, zeros_, grad_pre_, kGroupLd<A>);
+      differentiate(token, channel, rows, last - first);
       if (call_.grad_x != nullptr) {
         const int64_t depth = std::min<int64_t>((last - first) * kLanes<A>, shape_.hidden - channel);
-        w1_.multiply(0, w1_.vectors, channel, depth, grad_pre, ld, rows, channel == 0 ? zeros_ : nullptr, grad_x.sums,
-                     w1_.ld());
+        w1_.multiply(0, w1_.vectors, channel, depth, grad_pre_, kGroupLd<A>, rows, channel == 0 ? zeros_ : nullptr,
+                     grad_x.sums, w1_.ld());
       }
     }
     if (call_.grad_x != nullptr) {
@@ -274,17 +271,26 @@ class MlpBackwardBlocks {
 
   int64_t zeros() const { return std::max(shape_.inputs, kGroupLd<A>); }
 
-  // From G W₂ to ∂h, in place, and GELU(h) beside it.
-  void differentiate(int64_t token, int64_t channel, int64_t rows, int vectors, A* grad, int64_t ld) {
-    const int64_t place = token * shape_.stride + channel;
-    const A* pre = static_cast<const A*>(call_.pre) + place;
-    A* active = call_.active == nullptr ? nullptr : static_cast<A*>(call_.active) + place;
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < vectors * kLanes<A>; j += kLanes<A>) {
-        const auto [value, slope] = gelu_and_slope<A>(load_full(pre + i * shape_.stride + j));
-        store_full(load_full(grad + i * ld + j) * slope, grad + i * ld + j);
-        if (active != nullptr) {
-          store_full(value, active + i * shape_.stride + j);
+  // From G W₂ to ∂h, in place; that and GELU(h) go to their blocks, too.
+  void differentiate(int64_t token, int64_t channel, int64_t rows, int vectors) {
+    const A* pre = static_cast<const A*>(call_.pre) + token * shape_.stride + channel;
+    const int64_t end = vectors * kLanes<A>;
+    for (int64_t first = 0, last; first < end; first = last) {
+      const int64_t block = (channel + first) / kLinearBlock;
+      last = std::min(end, (block + 1) * kLinearBlock - channel);
+      const int64_t place = (block * (shape_.tokens - 1) + token) * kLinearBlock + channel;
+      A* active = call_.active == nullptr ? nullptr : static_cast<A*>(call_.active) + place;
+      A* kept = call_.active == nullptr ? nullptr : static_cast<A*>(call_.grad_pre) + place;
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = first; j < last; j += kLanes<A>) {
+          const auto [value, slope] = gelu_and_slope<A>(load_full(pre + i * shape_.stride + j));
+          A* grad = grad_pre_ + i * kGroupLd<A> + j;
+          const Vector<A> product = load_full(grad) * slope;
+          store_full(product, grad);
+          if (active != nullptr) {
+            store_full(value, active + i * kLinearBlock + j);
+            store_full(product, kept + i * kLinearBlock + j);
+          }
         }
       }
     }
@@ -307,78 +313,64 @@ class WeightGradientBlocks {
  public:
   explicit WeightGradientBlocks(const LinearWeightGradient& call)
       : call_(call),
-        vectors_(vectors_of<A>(call.inputs)),
-        scratch_(kGradientTokens * (kOutputs + kPanelLd<A>)+kGradientOutputs * kInputs + 2 * kOutputs),
-        grad_(scratch_.take(kGradientTokens * kOutputs)),
-        x_(scratch_.take(kGradientTokens * kPanelLd<A>)),
-        sums_(scratch_.take(kGradientOutputs * kInputs)),
-        total_(scratch_.take(kOutputs)),
-        part_(scratch_.take(kOutputs)) {}
+        scratch_(2 * kGradientTokens * kLinearBlock + kLinearBlock * kGradientInputs + 2 * kLinearBlock),
+        grad_(scratch_.take(kGradientTokens * kLinearBlock)),
+        x_(scratch_.take(kGradientTokens * kLinearBlock)),
+        sums_(scratch_.take(kLinearBlock * kGradientInputs)),
+        total_(scratch_.take(kLinearBlock)),
+        part_(scratch_.take(kLinearBlock)) {}
 
   static int64_t items(const LinearWeightGradient& call) {
-    return (call.outputs + kGradientOutputs - 1) / kGradientOutputs *
-           panels_count<A>(vectors_of<A>(call.inputs), kGradientInputs);
+    return (call.outputs + kLinearBlock - 1) / kLinearBlock * input_blocks(call);
   }
 
   void run(int64_t item) {
-    const int64_t blocks = panels_count<A>(vectors_, kGradientInputs);
-    const int64_t output = item / blocks * kGradientOutputs;
-    const int64_t outputs = std::min(kGradientOutputs, call_.outputs - output);
-    const int first = panels_begin<A>(item % blocks, vectors_, kGradientInputs);
-    const int last = panels_end<A>(first, vectors_, kGradientInputs);
-    const int64_t input = first * kLanes<A>;
-    const int64_t inputs = std::min<int64_t>((last - first) * kLanes<A>, call_.inputs - input);
-    const bool with_bias = first == 0 && call_.grad_bias != nullptr;
-    std::fill(sums_, sums_ + outputs * kInputs, A{0});
-    std::fill(total_, total_ + kOutputs, A{0});
+    const int64_t output = item / input_blocks(call_) * kLinearBlock;
+    const int64_t outputs = std::min(kLinearBlock, call_.outputs - output);
+    const int64_t input = item % input_blocks(call_) * kGradientInputs;
+    const int64_t inputs = std::min(kGradientInputs, call_.inputs - input);
+    const bool with_bias = input == 0;
+    std::fill(sums_, sums_ + outputs * kGradientInputs, A{0});
+    std::fill(total_, total_ + kLinearBlock, A{0});
     for (int64_t token = 0; token < call_.tokens; token += kGradientTokens) {
       const int64_t depth = std::min(kGradientTokens, call_.tokens - token);
-      pack_rows(linear_rows<A>(call_.grad, token, output), depth, outputs, A{1}, grad_, kOutputs);
-      multiply(linear_rows<A>(call_.x, token, input), depth, inputs, outputs);
+      const ProductRows<A> grad(linear_rows<A>(call_.grad, token, output), depth, outputs, grad_);
+      for (int64_t part = 0; part < inputs; part += kLinearBlock) {
+        const int64_t width = std::min(kLinearBlock, inputs - part);
+        const ProductRows<A> x(linear_rows<A>(call_.x, token, input + part), depth, width, x_);
+        gemm<A, Operand::columns>(outputs, vectors_of<A>(width), depth, grad.data, grad.ld, x.data, x.ld,
+                                  AddTo<A>{sums_ + part, kGradientInputs});
+      }
       if (with_bias) {
-        sum_rows(depth);
+        sum_rows(grad, depth, outputs);
       }
     }
     A* out = static_cast<A*>(call_.grad_weight) + output * call_.inputs + input;
-    unpack_rows(sums_, kInputs, outputs, inputs, A{1}, buffer_rows<A>(out, 0, call_.inputs));
+    unpack_rows(sums_, kGradientInputs, outputs, inputs, A{1}, buffer_rows<A>(out, 0, call_.inputs));
     if (with_bias) {
       std::copy(total_, total_ + outputs, static_cast<A*>(call_.grad_bias) + output);
     }
   }
 
  private:
-  static constexpr int64_t kOutputs = padded_stride<A>(kGradientOutputs);
-  static constexpr int64_t kInputs = Scratch<A>::padded(kGradientInputs + kWidestTile * kLanes<A>);
-
-  // sums_ += gradᵀ x for some tokens; both operands are packed: rows far apart would miss the TLB.
-  void multiply(const MatrixRows& x, int64_t depth, int64_t inputs, int64_t outputs) {
-    const int vectors = vectors_of<A>(inputs);
-    for (int panel = 0; panel < vectors;) {
-      const int width = next_tile_width(vectors - panel);
-      const int64_t column = panel * kLanes<A>;
-      pack_panel<A>(x, depth, column, std::min<int64_t>(width * kLanes<A>, inputs - column), nullptr, nullptr, width,
-                    x_);
-      tile_column_of<A, Operand::columns>(width, outputs, panel, depth, grad_, kOutputs, x_, width * kLanes<A>,
-                                          AddTo<A>{sums_, kInputs});
-      panel += width;
-    }
+  static int64_t input_blocks(const LinearWeightGradient& call) {
+    return (call.inputs + kGradientInputs - 1) / kGradientInputs;
   }
 
   // Rows of the gradient are added up in parts as long as the products'.
-  void sum_rows(int64_t depth) {
-    std::fill(part_, part_ + kOutputs, A{0});
+  void sum_rows(const ProductRows<A>& grad, int64_t depth, int64_t outputs) {
+    std::fill(part_, part_ + kLinearBlock, A{0});
     for (int64_t i = 0; i < depth; ++i) {
-      for (int64_t j = 0; j < kOutputs; j += kLanes<A>) {
-        store_full(load_full(part_ + j) + load_full(grad_ + i * kOutputs + j), part_ + j);
+      for (int64_t j = 0; j < outputs; j += kLanes<A>) {
+        store_full(load_full(part_ + j) + load_full(grad.data + i * grad.ld + j), part_ + j);
       }
     }
-    for (int64_t j = 0; j < kOutputs; j += kLanes<A>) {
+    for (int64_t j = 0; j < outputs; j += kLanes<A>) {
       store_full(load_full(total_ + j) + load_full(part_ + j), total_ + j);
     }
   }
 
   const LinearWeightGradient& call_;
-  int vectors_;
   Scratch<A> scratch_;
   A* grad_;
   A* x_;
@@ -393,7 +385,7 @@ class WeightPacking {
   explicit WeightPacking(const LinearPacking& call) : call_(call), vectors_(vectors_of<A>(call.columns)) {}
 
   void run(int64_t item) {
-    const int first = panels_begin<A>(item, vectors_, 1);
+    const int first = panel_begin(item, vectors_);
     const int width = next_tile_width(vectors_ - first);
     const int64_t column = first * kLanes<A>;
     const int64_t columns = std::min<int64_t>(width * kLanes<A>, call_.columns - column);
@@ -423,8 +415,8 @@ inline int64_t packed_size(const LinearPacking& call) {
 }
 
 inline int64_t packing_items(const LinearPacking& call) {
-  return call.type == ElementType::float64 ? panels_count<double>(vectors_of<double>(call.columns), 1)
-                                           : panels_count<float>(vectors_of<float>(call.columns), 1);
+  return panel_count(call.type == ElementType::float64 ? vectors_of<double>(call.columns)
+                                                       : vectors_of<float>(call.columns));
 }
 
 inline void pack_linear(const LinearPacking& call, WorkQueue& queue) {
