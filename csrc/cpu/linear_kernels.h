@@ -205,10 +205,19 @@ class MlpForwardBlocks {
                    w2_.ld());
     }
     y.finish(rows);
+    fill_up(token, rows);
   }
 
  private:
   static constexpr int64_t padded(int64_t size) { return Scratch<A>::padded(size); }
+
+  // h behind its last vector: nobody reads it, but results have no undefined elements.
+  void fill_up(int64_t token, int64_t rows) {
+    for (int64_t i = token; call_.pre != nullptr && i < token + rows; ++i) {
+      A* row = static_cast<A*>(call_.pre) + i * shape_.stride;
+      std::fill(row + w1_.ld(), row + shape_.stride, A{0});
+    }
+  }
 
   void activate(const A* pre, int64_t pre_ld, int64_t rows, int vectors) {
     for (int64_t i = 0; i < rows; ++i) {
