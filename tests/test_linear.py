@@ -83,7 +83,11 @@ class TestExactness:
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
-        st.integers(0, 300), st.integers(1, 70), st.integers(1, 220), st.integers(1, 70), st.sampled_from(shapes.LAYOUTS)
+        st.integers(0, 300),
+        st.integers(1, 70),
+        st.integers(1, 220),
+        st.integers(1, 70),
+        st.sampled_from(shapes.LAYOUTS),
     )
     def test_any_size_and_layout(self, tokens, inputs, hidden, outputs, layout):
         draws = [weights_and_tokens(((tokens,), inputs, hidden, outputs), torch.float32, seed) for seed in range(3)]

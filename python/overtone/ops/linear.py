@@ -1,7 +1,7 @@
 """linear and mlp: function → contract → kernel, for overtone.nn's modules.
 
-With G = ∂L/∂y, linear's gradient is ∂x = G W, ∂W = Gᵀ x, ∂b = Σ_tokens G. mlp's is that of two of them, with a = GELU(h)
-between; its kernel keeps h = x W₁ᵀ + b₁ alone and computes a again:
+With G = ∂L/∂y, linear has ∂x = G W, ∂W = Gᵀ x, ∂b = Σ_tokens G. mlp is two of them, with a = GELU(h) between; its
+kernel keeps h = x W₁ᵀ + b₁ alone and computes a again:
     ∂W₂ = Gᵀ a     ∂b₂ = Σ_tokens G     ∂h = (G W₂) ⊙ GELU'(h)     ∂W₁ = ∂hᵀ x     ∂b₁ = Σ_tokens ∂h     ∂x = ∂h W₁
 A gradient of a gradient is taken through the reference.
 """
