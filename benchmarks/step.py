@@ -272,7 +272,7 @@ def _share_case(shape: Shape) -> Case:
         setup=setup,
         ours=ours,
         baselines={"torch.linalg": by_linalg, "whole step": whole_step},
-        flops=DEPTH * 8 * shape.dim**3,  # QR and Q 8/3 n³, the gradient two products and a solve
+        flops=DEPTH * 23 * shape.dim**3 // 3,  # R and Q 8/3 n³; the gradient two products and a solve, 5 n³
         bytes=0,
         limit="matmul",
         targets={"whole step": 1 / SHARES[shape]},
