@@ -32,6 +32,7 @@ MODULES = (
     "qr",
     "compose",
     "dominance",
+    "linear",
     "modules",
     "step",
 )

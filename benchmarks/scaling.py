@@ -22,8 +22,8 @@ from overtone.benchmarks.case import Case, Function
 from overtone.benchmarks.eigh import by_ratios
 from overtone.benchmarks.kit import OURS, Result, run_case
 from overtone.benchmarks.qr import by_ratios as qr_by_ratios
+from overtone.benchmarks.step import Kind, step_case
 from overtone.benchmarks.step import Shape as StepShape
-from overtone.benchmarks.step import step_case
 from overtone.benchmarks.timing import Plan
 
 PLAN = Plan(rounds=5, seconds=2.0, slice_seconds=0.02)
@@ -206,7 +206,7 @@ def _qr(batch: int, n: int) -> Case:
 
 def _step(batch: int, size: int, depth: int) -> Case:
     """A training step of ViT-Ti⁻ with patches of 4 × 4 pixels."""
-    return step_case(StepShape(f"batch {batch} {size}px depth {depth}", batch, size, 4, depth=depth))
+    return step_case(Kind(StepShape(f"batch {batch} {size}px depth {depth}", batch, size, 4, depth=depth)))
 
 
 def sweeps() -> list[Sweep]:

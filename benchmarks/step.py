@@ -1,4 +1,5 @@
-"""The price of a whole training step of ViT-Ti⁻: forward, backward and fused AdamW, with and without the layers' norms.
+"""The price of a whole training step of ViT-Ti⁻: forward, backward and fused AdamW, with and without the layers' norms,
+and under autocast to bfloat16; and what the factorisation of the bases takes of it.
 
 The baseline is the same model as one would write it with PyTorch's best: SDPA, nn.Linear, torch.linalg.qr. Both start
 from the same weights, and both are checked by the loss and the gradients of one step against float64.
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Compiled
-from overtone.spectrum import BasisCache
+from overtone.benchmarks.case import Case, Compiled, Function
+from overtone.ops.basis import BasisCache, orthonormal_basis
 
 CLASSES, DEPTH = 10, 12
 
@@ -30,6 +31,11 @@ class Shape(NamedTuple):
     heads: int = 3
     depth: int = DEPTH
 
+    def ours(self) -> ot.models.VisionTransformer:
+        return ot.models.VisionTransformer(
+            self.image, self.patch, CLASSES, "sharpen", dim=self.dim, num_heads=self.heads, depth=self.depth
+        )
+
     @property
     def tokens(self) -> int:
         return (self.image // self.patch) ** 2 + 1
@@ -37,9 +43,13 @@ class Shape(NamedTuple):
 
 CIFAR = Shape("Ti-cifar", 64, 32, 4)
 TI_224 = Shape("Ti-224", 16, 224, 16)
+B_224 = Shape("B-224", 16, 224, 16, 768, 12)
 
 # (eager against eager, compiled against compiled) that is wanted, and eager with the norms of every layer.
 TARGETS, NORMS_TARGET = (1.15, 1.08), 1.25
+
+# The largest share of a step that the factorisation of the bases and its gradient may take.
+SHARES = {TI_224: 0.02, B_224: 0.05}
 
 
 class PlainAttention(nn.Module):
@@ -126,32 +136,44 @@ def basis_caches(model: nn.Module) -> list[BasisCache]:
     return list(dict.fromkeys(found))
 
 
+class Kind(NamedTuple):
+    """Which step is taken."""
+
+    shape: Shape
+    return_norms: bool = False
+    compiled: bool = False
+    autocast: bool = False  # to bfloat16
+
+    @property
+    def variant(self) -> str:
+        names = {"with norms": self.return_norms, "compiled": self.compiled, "autocast": self.autocast}
+        return " ".join(name for name, holds in names.items() if holds)
+
+
 class Step:
     """A training step of a model; calling it gives the loss, then the gradients, then takes AdamW's step."""
 
-    def __init__(self, shape: Shape, plain: bool, return_norms: bool, compiled: bool, dtype: torch.dtype) -> None:
+    def __init__(self, kind: Kind, plain: bool, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        ours = ot.models.vit_tiny(shape.image, shape.patch, CLASSES, "sharpen", depth=shape.depth)
+        ours = kind.shape.ours()
         model: nn.Module = ours
         if plain:
-            model = PlainViT(shape)
+            model = PlainViT(kind.shape)
             model.load_state_dict({_renamed(name): value for name, value in ours.state_dict().items()})
         self.names = [name if plain else _renamed(name) for name, _ in model.named_parameters()]
         self.parameters = list(model.to(dtype).parameters())
-        self.model = Compiled(model) if compiled else model
+        self.model = Compiled(model) if kind.compiled else model
         self.caches = basis_caches(model)
-        self.return_norms = return_norms
+        self.kind = kind
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
 
     @torch.enable_grad()  # the kit calls forwards without
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        """lr is zero: every call does all of a step's work, and gives the same result.
-
-        All of it, so our model factorises its bases anew, as it must after a step that changed them.
-        """
+        """lr is zero: every call gives the same result. It does all of a step's work: the bases are factorised anew."""
         for kept in self.caches:
             kept.forget()
-        loss = self._loss(images, labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+            loss = self._loss(images, labels)
         loss.backward()
         grads = dict(zip(self.names, (p.grad for p in self.parameters), strict=True))
         self.optimizer.step()
@@ -159,18 +181,18 @@ class Step:
         return loss.detach(), *(grads[name] for name in sorted(grads))
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        if not self.return_norms:
+        if not self.kind.return_norms:
             return F.cross_entropy(self.model(images), labels)
         logits, (low, high) = self.model(images, True)
         return F.cross_entropy(logits, labels) + 1e-3 * (high.mean() - low.mean())
 
 
-def _contender(shape: Shape, plain: bool, return_norms: bool, compiled: bool = False):
+def _contender(kind: Kind, plain: bool) -> Function:
     """A function of (images, labels). Its model is made at the first call, in the dtype of the images."""
 
     @cache
     def step(dtype: torch.dtype) -> Step:
-        return Step(shape, plain, return_norms, compiled, dtype)
+        return Step(kind, plain, dtype)
 
     return lambda images, labels: step(images.dtype)(images, labels)
 
@@ -182,40 +204,93 @@ class _CompiledStep(Compiled):
         return self.function(*inputs)
 
 
-def step_case(shape: Shape, return_norms: bool = False, compiled: bool = False) -> Case:
-    def inputs() -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(shape.batch, 3, shape.image, shape.image, generator=generator)
-        return images, torch.randint(CLASSES, (shape.batch,), generator=generator)
+def _images_and_labels(shape: Shape) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(shape.batch, 3, shape.image, shape.image, generator=generator)
+    return images, torch.randint(CLASSES, (shape.batch,), generator=generator)
 
-    ours = _contender(shape, False, return_norms, compiled)
-    baselines = {"plain": _contender(shape, True, return_norms)}
-    targets = {"plain": NORMS_TARGET if return_norms else TARGETS[0]}
-    if compiled:
-        baselines["compiled plain"] = _CompiledStep(_contender(shape, True, return_norms, compiled=True))
+
+def step_case(kind: Kind) -> Case:
+    shape = kind.shape
+    ours = _contender(kind, False)
+    baselines = {"plain": _contender(kind._replace(compiled=False), True)}
+    targets = {"plain": NORMS_TARGET if kind.return_norms else TARGETS[0]}
+    if kind.compiled:
+        baselines["compiled plain"] = _CompiledStep(_contender(kind, True))
         targets = {"compiled plain": TARGETS[1]}
     tokens = shape.batch * shape.tokens
     linear = 12 * shape.dim**2 * tokens * shape.depth
     attention = 2 * shape.tokens * shape.dim * tokens * shape.depth
     return Case(
         op="training_step",
-        variant=" ".join(filter(None, ("with norms" if return_norms else "", "compiled" if compiled else ""))),
+        variant=kind.variant,
         shape=shape.label,
-        dtype=torch.float32,
+        dtype=torch.bfloat16 if kind.autocast else torch.float32,
         mode="forward",  # the step takes its own backward
-        setup=inputs,
-        ours=_CompiledStep(ours) if compiled else ours,
+        setup=lambda: _images_and_labels(shape),
+        ours=_CompiledStep(ours) if kind.compiled else ours,
         baselines=baselines,
         flops=2 * 3 * linear + 2 * 7 * attention // 2,
         bytes=0,
         limit="matmul",
-        targets=targets,
+        targets={} if kind.autocast else targets,
+    )
+
+
+@torch.enable_grad()
+def _basis_and_gradient(orthonormal: Function, theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    theta = theta.detach().requires_grad_()
+    basis = orthonormal(theta)
+    return basis.detach(), *torch.autograd.grad(basis, theta, grad)
+
+
+def _by_linalg(theta: Tensor) -> Tensor:
+    basis, r = torch.linalg.qr(theta)
+    return basis * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
+
+
+def _share_case(shape: Shape) -> Case:
+    """The factorisation of all bases and its gradient. "whole step" over that is one over its share of the step."""
+    step = _contender(Kind(shape), False)
+
+    def setup() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        theta, grad = torch.randn(2, shape.depth, shape.dim, shape.dim, generator=generator)
+        return torch.linalg.qr(theta).Q, grad  # where training starts
+
+    def ours(theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _basis_and_gradient(lambda t: orthonormal_basis(t, BasisCache()), theta, grad)
+
+    def by_linalg(theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _basis_and_gradient(_by_linalg, theta, grad)
+
+    known = cache(lambda: (_images_and_labels(shape), ours(*setup())))
+
+    def whole_step(theta: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """For its time: that the step's results are right is for the cases of its own."""
+        inputs, results = known()
+        step(*inputs)
+        return results
+
+    return Case(
+        op="parameterization",
+        shape=shape.label,
+        dtype=torch.float32,
+        mode="forward",
+        setup=setup,
+        ours=ours,
+        baselines={"torch.linalg": by_linalg, "whole step": whole_step},
+        flops=shape.depth * 23 * shape.dim**3 // 3,  # R and Q 8/3 n³; the gradient two products and a solve, 5 n³
+        bytes=0,
+        limit="matmul",
+        targets={"whole step": 1 / SHARES[shape]},
     )
 
 
 def cases() -> list[Case]:
-    return [
-        step_case(shape, return_norms, compiled)
+    steps = [
+        Kind(shape, **options)
         for shape in (CIFAR, TI_224)
-        for return_norms, compiled in ((False, False), (True, False), (False, True))
+        for options in ({}, {"return_norms": True}, {"compiled": True}, {"autocast": True})
     ]
+    return [*map(step_case, steps), *map(_share_case, SHARES)]

@@ -15,7 +15,7 @@ from kit import shapes
 
 import overtone as ot
 from overtone import _C
-from overtone.ops import spectrum
+from overtone.ops import linear, spectrum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Around the kernels' blocks of channels, without samples, tokens or channels, and with no leading dimension.
@@ -175,6 +175,25 @@ def exercise_qr(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> int:
     return calls + 2
 
 
+# (tokens, inputs, hidden, outputs): around vectors, blocks of channels and of tokens, and no tokens.
+LINEAR_SIZES = [(1, 1, 1, 1), (129, 17, 50, 9), (113, 48, 193, 33), (0, 5, 6, 7), (260, 96, 97, 16)]
+
+
+def exercise_linear(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> int:
+    """linear and mlp there and back; returns the number of calls."""
+    tokens, inputs, hidden, outputs = size
+    x, w1, w2 = (
+        shapes.with_layout(torch.randn(rows, columns).to(dtype), layout).requires_grad_()
+        for rows, columns in ((tokens, inputs), (hidden, inputs), (outputs, hidden))
+    )
+    b1, b2 = (torch.randn(2 * n, dtype=dtype)[::2].requires_grad_() for n in (hidden, outputs))
+    linear.linear(x, w1, b1, backend="cpu").sum().backward()
+    linear.mlp(x, w1, b1, w2, b2, backend="cpu").sum().backward()
+    with torch.no_grad():
+        linear.mlp(x, w1, b1, w2, b2, backend="cpu")
+    return 5
+
+
 def exercise_tiles() -> int:
     """bfloat16 attention on AMX's tiles: the machine's, if it has them, and emulated ones."""
     calls = 0
@@ -182,6 +201,8 @@ def exercise_tiles() -> int:
         if level == "amx" and level not in _C.available_isas():
             continue
         _C.set_isa(level)
+        for size, dtype in itertools.product(LINEAR_SIZES, DTYPES[:2]):
+            calls += sum(exercise_linear(size, dtype, layout) for layout in shapes.LAYOUTS)
         fuzz_attention()
         calls += 2 * FUZZ_CALLS
         for size in ATTENTION_SIZES + EMPTY_ATTENTION_SIZES:
@@ -205,6 +226,8 @@ def main() -> None:
         calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
+        for size, dtype in itertools.product(LINEAR_SIZES, DTYPES[:2]):
+            calls += sum(exercise_linear(size, dtype, layout) for layout in shapes.LAYOUTS)
         fuzz_attention()
         calls += 2 * FUZZ_CALLS
         for size, dtype in itertools.product(QR_SIZES + EMPTY_QR_SIZES, (torch.float32, torch.float64)):

@@ -22,7 +22,6 @@ from overtone.benchmarks import (
     modules,
     placement,
     report,
-    step,
     tables,
 )
 from overtone.benchmarks.attention import Shape
@@ -103,20 +102,6 @@ def test_small_cases_of_the_new_files_agree(monkeypatch):
         assert passed(metrics._cosine(shape, mode))
     assert passed(metrics._rank("effective_rank", shape)) and passed(metrics._rank("stable_rank", shape))
     assert passed(extremal._case(2, 140, 2.0))
-
-
-def test_a_step_factorises_its_bases_every_time(monkeypatch):
-    """A basis that is known would spare our side the work that the plain model does in every call."""
-    from overtone.ops import basis
-
-    stored = []
-    real = basis.BasisCache.store
-    monkeypatch.setattr(basis.BasisCache, "store", staticmethod(lambda *a: stored.append(a[1]) or real(*a)))
-    case = step.step_case(step.Shape("tiny", 2, 8, 4, depth=2))
-    inputs = case.setup()
-    for _ in range(3):
-        case.ours(*inputs)
-    assert stored == ["orthonormal"] * 3
 
 
 # Backends.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import accuracy, repeat
+from torch import nn
 
 import overtone as ot
 from overtone import reference
-from overtone.nn import mlp
 from overtone.reference.spectrum import compose
 
 REGIMES = ("free", "sharpen", "smooth")
@@ -203,42 +202,29 @@ class TestSignedLayerNorm:
 
 
 class TestMlp:
-    """The MLP in chunks is the plain one."""
-
-    def plain(self, x, *weights):
-        return F.linear(F.gelu(F.linear(x, *weights[:2])), *weights[2:])
-
-    def chunked(self, x, *weights):
-        return mlp._ChunkedMlp.apply(x, *weights)[0]
-
-    def inputs(self, shape, dtype, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        sizes = (shape, (24, 6), (24,), (6, 24), (6,))
-        return tuple(torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("shape", [(2, 5, 6), (7, 6), (1, 4, 6), (0, 5, 6)])
-    def test_values_and_gradients(self, shape, dtype, monkeypatch):
-        monkeypatch.setattr(mlp, "CHUNK", 4 * 24)  # four tokens
-        draws = [self.inputs(shape, dtype, seed) for seed in range(3)]
-        accuracy.check_against_truth(self.chunked, self.plain, draws[0], more_draws=draws[1:])
-
-    def test_a_gradient_of_the_gradient(self, monkeypatch):
-        monkeypatch.setattr(mlp, "CHUNK", 2 * 24)
-        assert torch.autograd.gradgradcheck(self.chunked, self.inputs((3, 6), torch.float64))
-
-    def test_when_it_runs(self):
-        module, x = mlp.Mlp(6, 24), torch.randn(2, 5, 6)
-        assert "ChunkedMlp" in type(module(x).grad_fn).__name__
-        with torch.no_grad():
-            plain = module(x)
+    def test_it_runs_the_op_and_autocast_does_not(self):
+        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        plain = module.fc2(F.gelu(module.fc1(x)))
         torch.testing.assert_close(module(x), plain)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), plain)
         with torch.autocast("cpu", torch.bfloat16):
             assert module(x).dtype == torch.bfloat16
-        frozen = mlp.Mlp(6, 24).requires_grad_(False)
-        frozen(x.requires_grad_()).sum().backward()
+
+    def test_a_replaced_layer_is_called(self):
+        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        module.fc1 = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 24))
+        torch.testing.assert_close(module(x), module.fc2(F.gelu(module.fc1(x))))
+
+    def test_frozen_weights(self):
+        frozen, x = ot.nn.mlp.Mlp(6, 24).requires_grad_(False), torch.randn(2, 5, 6, requires_grad=True)
+        frozen(x).sum().backward()
         assert x.grad is not None and frozen.fc1.weight.grad is None
 
-    def test_repeats_bit_for_bit(self, monkeypatch):
-        monkeypatch.setattr(mlp, "CHUNK", 4 * 24)
-        repeat.check_backward_twice(self.chunked, self.inputs((3, 5, 6), torch.float32))
+    @pytest.mark.parametrize("backend", ["reference", "triton"])
+    def test_a_backend_forced_for_other_ops(self, backend):
+        """Triton has no linear layers: PyTorch's run."""
+        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        with ot.use_backend(backend):
+            y = module(x)
+        assert torch.equal(y, module.fc2(F.gelu(module.fc1(x))))

@@ -13,12 +13,20 @@ from overtone import reference
 from overtone.ops import checks
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
+from overtone.ops.linear import linear
 from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
 __all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
 
 REGIMES = ("free", "sharpen", "smooth")
+
+
+class Linear(nn.Linear):
+    """nn.Linear on overtone's op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class SpectralAttention(nn.Module):
@@ -73,7 +81,7 @@ class SpectralAttention(nn.Module):
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
         if regime == "free":
-            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+            self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **factory)
             self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
             self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
         else:
@@ -176,7 +184,7 @@ class SpectralAttention(nn.Module):
             basis = (self.evaluate() if spectrum is None else spectrum).basis_in
             weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
             bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
-            packed = F.linear(x, weight, bias)
+            packed = linear(x, weight, bias)
         return packed.unflatten(-1, (3, self.num_heads, -1))
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from overtone.reference import analysis, linalg, spectrum
 from overtone.reference.attention import attention_weights, spectral_attention
 from overtone.reference.frequency import de_escalate, frequency_components, frequency_filter, frequency_norms
+from overtone.reference.linear import linear, mlp
 from overtone.reference.metrics import (
     cosine_similarity,
     effective_rank,
@@ -24,6 +25,8 @@ __all__ = [
     "frequency_filter",
     "frequency_norms",
     "linalg",
+    "linear",
+    "mlp",
     "spectral_attention",
     "spectral_gap",
     "spectrum",

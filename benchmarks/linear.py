@@ -1,0 +1,53 @@
+"""The price of linear layers and MLPs at the sizes of ViTs: tokens × (inputs, hidden channels or outputs).
+
+Baselines are nn.Linear's and GELU's functions, eager and compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from overtone import reference
+from overtone.benchmarks.case import Case, Function, with_compiled
+from overtone.ops import linear as ops
+
+# (label, tokens, channels)
+SIZES = (("Ti-cifar", 64 * 65, 192), ("Ti-224", 16 * 197, 192), ("S-224", 16 * 197, 384), ("B-224", 8 * 197, 768))
+
+
+def _inputs(tokens: int, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(tokens, shapes[0][1], generator=generator)]
+    tensors += [torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for shape in shapes]
+    return tuple(tensor.requires_grad_() for tensor in tensors)
+
+
+def _case(op: str, label: str, tokens: int, shapes: tuple[tuple[int, ...], ...], mode: str) -> Case:
+    plain: Function = getattr(reference, op)
+    ours: Function = getattr(ops, op)
+    products = sum(2 * tokens * shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    return Case(
+        op=op,
+        shape=label,
+        dtype=torch.float32,
+        mode=mode,
+        setup=lambda: _inputs(tokens, shapes),
+        ours=lambda *args: ours(*args, backend="cpu"),
+        baselines=with_compiled({"plain": plain}),
+        flops=products * (1 if mode == "forward" else 3),
+        bytes=0,
+        limit="matmul",
+    )
+
+
+def cases() -> list[Case]:
+    return [
+        _case(op, label, tokens, shapes, mode)
+        for label, tokens, dim in SIZES
+        for op, shapes in (
+            ("linear", ((3 * dim, dim), (3 * dim,))),
+            ("mlp", ((4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,))),
+        )
+        for mode in ("forward", "forward+backward")
+    ]

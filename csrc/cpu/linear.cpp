@@ -1,0 +1,217 @@
+// Linear layers and the MLP on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
+#include "cpu/linear.h"
+
+#include <tuple>
+
+#include "cpu/isa.h"
+#include "cpu/tensor.h"
+
+namespace overtone {
+namespace {
+
+const LinearKernels& kernels(const char* op) {
+#if defined(__x86_64__)
+  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, &avx2::linear_kernels,
+                                                            &avx512::linear_kernels};
+#else
+  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, nullptr, nullptr};
+#endif
+  const LinearKernels& chosen = for_current_isa(table);
+  note_kernel(op, chosen.level);
+  return chosen;
+}
+
+// Every thread takes items until there are none left, whatever range it was given.
+template <class Work>
+void for_items(int64_t items, const Work& work) {
+  WorkQueue queue{0, items};
+  if (items > 0) {
+    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
+  }
+}
+
+LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)}; }
+
+LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }
+
+Tensor allocated(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
+  return torch::stable::new_empty(like, wanted ? size : std::vector<int64_t>{0});
+}
+
+void check_tokens(const Tensor& x, const char* op) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2 && x.size(1) > 0 &&
+                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::Double),
+                  op, ": x must be a float32 or float64 CPU tensor [tokens, channels]");
+}
+
+void check_like(const Tensor& tensor, const std::vector<int64_t>& shape, const Tensor& x, const char* name,
+                const char* op) {
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == x.scalar_type() && has_shape(tensor, shape), op, ": ",
+                  name, " does not fit x's device, dtype or shape");
+}
+
+void check_weight(const Tensor& weight, int64_t inputs, const Tensor& x, const char* name, const char* op) {
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0, op, ": ", name, " must be a matrix with rows");
+  check_like(weight, {weight.size(0), inputs}, x, name, op);
+}
+
+void check_bias(const Tensor& bias, int64_t outputs, const Tensor& x, const char* name, const char* op) {
+  check_like(bias, {outputs}, x, name, op);
+  STD_TORCH_CHECK(bias.is_contiguous(), op, ": ", name, " must be contiguous");
+}
+
+// A weight [depth, columns] in panels.
+Tensor packed(const LinearKernels& run, ElementType type, const LinearMatrix& weight, int64_t depth, int64_t columns,
+              const Tensor& like) {
+  LinearPacking packing{type, weight, depth, columns};
+  Tensor panels = torch::stable::new_empty(like, {run.packed_size(packing)});
+  packing.panels = panels.data_ptr();
+  for_items(run.packing_items(packing), [&](WorkQueue& queue) { run.pack(packing, queue); });
+  return panels;
+}
+
+void multiply_tokens(const LinearKernels& run, const LinearTokens& call) {
+  for_items(run.token_items(call.tokens), [&](WorkQueue& queue) { run.tokens(call, queue); });
+}
+
+void weight_gradient(const LinearKernels& run, const LinearWeightGradient& call) {
+  for_items(run.weight_items(call), [&](WorkQueue& queue) { run.weight(call, queue); });
+}
+
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  constexpr const char* op = "linear";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  LinearTokens call;
+  call.type = element_type(x, op, "x");
+  call.tokens = x.size(0);
+  call.inputs = x.size(1);
+  call.outputs = weight.size(0);
+  if (bias.has_value()) {
+    check_bias(*bias, call.outputs, x, "bias", op);
+    call.bias = bias->data_ptr();
+  }
+  const LinearKernels& run = kernels(op);
+  Tensor y = torch::stable::new_empty(x, {call.tokens, call.outputs});
+  const Tensor panels = packed(run, call.type, transposed(weight), call.inputs, call.outputs, x);
+  call.x = matrix(x);
+  call.weight = panels.data_ptr();
+  call.out = y.data_ptr();
+  multiply_tokens(run, call);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x,
+                                                   bool need_weight) {
+  constexpr const char* op = "linear_backward";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  const int64_t tokens = x.size(0);
+  const int64_t inputs = x.size(1);
+  const int64_t outputs = weight.size(0);
+  check_like(grad_y, {tokens, outputs}, x, "grad_y", op);
+  const ElementType type = element_type(x, op, "x");
+  const LinearKernels& run = kernels(op);
+  Tensor grad_x = allocated(need_x, x, {tokens, inputs});
+  Tensor grad_weight = allocated(need_weight, x, {outputs, inputs});
+  Tensor grad_bias = allocated(need_weight, x, {outputs});
+  if (need_x) {
+    const Tensor panels = packed(run, type, matrix(weight), outputs, inputs, x);
+    multiply_tokens(run,
+                    {type, tokens, outputs, inputs, matrix(grad_y), panels.data_ptr(), nullptr, grad_x.data_ptr()});
+  }
+  if (need_weight) {
+    weight_gradient(
+        run, {type, tokens, inputs, outputs, matrix(grad_y), matrix(x), grad_weight.data_ptr(), grad_bias.data_ptr()});
+  }
+  return {grad_x, grad_weight, grad_bias};
+}
+
+MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const char* op) {
+  check_tokens(x, op);
+  check_weight(w1, x.size(1), x, "w1", op);
+  check_weight(w2, w1.size(0), x, "w2", op);
+  constexpr int64_t kLine = 16;  // a cache line, whole vectors on every level
+  MlpShape shape;
+  shape.type = element_type(x, op, "x");
+  shape.tokens = x.size(0);
+  shape.inputs = x.size(1);
+  shape.hidden = w1.size(0);
+  shape.outputs = w2.size(0);
+  shape.stride = (shape.hidden + kLine - 1) / kLine * kLine;
+  return shape;
+}
+
+std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, bool need_backward) {
+  constexpr const char* op = "mlp";
+  MlpForward call;
+  call.shape = mlp_shape(x, w1, w2, op);
+  const MlpShape& shape = call.shape;
+  check_bias(b1, shape.hidden, x, "b1", op);
+  check_bias(b2, shape.outputs, x, "b2", op);
+  const LinearKernels& run = kernels(op);
+  Tensor y = torch::stable::new_empty(x, {shape.tokens, shape.outputs});
+  Tensor pre = allocated(need_backward, x, {shape.tokens, shape.stride});
+  const Tensor w1_panels = packed(run, shape.type, transposed(w1), shape.inputs, shape.hidden, x);
+  const Tensor w2_panels = packed(run, shape.type, transposed(w2), shape.hidden, shape.outputs, x);
+  call.x = matrix(x);
+  call.w1 = w1_panels.data_ptr();
+  call.b1 = b1.data_ptr();
+  call.w2 = w2_panels.data_ptr();
+  call.b2 = b2.data_ptr();
+  call.pre = need_backward ? pre.data_ptr() : nullptr;
+  call.y = y.data_ptr();
+  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
+  return {y, pre};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2,
+                                                                Tensor pre, bool need_x, bool need_weights) {
+  constexpr const char* op = "mlp_backward";
+  MlpBackward call;
+  call.shape = mlp_shape(x, w1, w2, op);
+  const MlpShape& shape = call.shape;
+  check_like(grad_y, {shape.tokens, shape.outputs}, x, "grad_y", op);
+  check_like(pre, {shape.tokens, shape.stride}, x, "pre", op);
+  STD_TORCH_CHECK(pre.is_contiguous(), op, ": pre must be contiguous");
+  const LinearKernels& run = kernels(op);
+  Tensor grad_x = allocated(need_x, x, {shape.tokens, shape.inputs});
+  const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
+  const Tensor active = allocated(need_weights, x, blocked);
+  const Tensor grad_pre = allocated(need_weights, x, blocked);
+  const Tensor w1_panels = packed(run, shape.type, matrix(w1), shape.hidden, shape.inputs, x);
+  const Tensor w2_panels = packed(run, shape.type, matrix(w2), shape.outputs, shape.hidden, x);
+  call.grad_y = matrix(grad_y);
+  call.w1 = w1_panels.data_ptr();
+  call.w2 = w2_panels.data_ptr();
+  call.pre = pre.data_ptr();
+  call.active = need_weights ? active.data_ptr() : nullptr;
+  call.grad_pre = need_weights ? grad_pre.data_ptr() : nullptr;
+  call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
+  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
+
+  Tensor grad_w1 = allocated(need_weights, x, {shape.hidden, shape.inputs});
+  Tensor grad_b1 = allocated(need_weights, x, {shape.hidden});
+  Tensor grad_w2 = allocated(need_weights, x, {shape.outputs, shape.hidden});
+  Tensor grad_b2 = allocated(need_weights, x, {shape.outputs});
+  if (need_weights) {
+    const LinearMatrix active_rows{call.active, kLinearBlock, 1, shape.tokens * kLinearBlock};
+    const LinearMatrix grad_rows{call.grad_pre, kLinearBlock, 1, shape.tokens * kLinearBlock};
+    weight_gradient(run, {shape.type, shape.tokens, shape.hidden, shape.outputs, matrix(grad_y), active_rows,
+                          grad_w2.data_ptr(), grad_b2.data_ptr()});
+    weight_gradient(run, {shape.type, shape.tokens, shape.inputs, shape.hidden, grad_rows, matrix(x),
+                          grad_w1.data_ptr(), grad_b1.data_ptr()});
+  }
+  return {grad_x, grad_w1, grad_b1, grad_w2, grad_b2};
+}
+
+}  // namespace
+}  // namespace overtone
+
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
+  m.impl("linear", TORCH_BOX(&overtone::linear));
+  m.impl("linear_backward", TORCH_BOX(&overtone::linear_backward));
+  m.impl("mlp", TORCH_BOX(&overtone::mlp));
+  m.impl("mlp_backward", TORCH_BOX(&overtone::mlp_backward));
+}
