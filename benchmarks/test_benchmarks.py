@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Compiled
+from overtone.benchmarks.case import Case, is_compiled
 from overtone.benchmarks.kit import Trial, all_cases, contenders
 
 CPU = ot.backends()["cpu"]
@@ -32,7 +32,7 @@ def _trial(case: Case) -> Trial:
 @pytest.mark.parametrize(("case", "name"), CONTENDERS)
 def test_contender(benchmark, case: Case, name: str) -> None:
     function = contenders(case)[name]
-    if isinstance(function, Compiled):
+    if is_compiled(function):
         if benchmark.disabled:
             pytest.skip("torch.compile takes minutes for all cases: run without --benchmark-disable")
         torch.compiler.reset()
