@@ -82,7 +82,8 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
     tensors = 5 * shape.batch * shape.tokens * shape.channels  # q, k, v, residual, y
     targets = dict.fromkeys(baselines, TARGETS[shape][both] if dtype == torch.float32 else 1.0)
     if dtype != torch.float32:
-        float32 = {f"{name} float32": InFloat32(function) for name, function in with_compiled({"sdpa": _by_sdpa}).items()}
+        by_sdpa = with_compiled({"sdpa": _by_sdpa})
+        float32 = {f"{name} float32": InFloat32(function) for name, function in by_sdpa.items()}
         baselines |= float32
         if _extension.native is not None and _extension.native.isa() == "amx":
             targets |= dict.fromkeys(float32, AMX_TARGETS[shape][both])

@@ -148,8 +148,9 @@ def test_a_baseline_may_round_like_one_long_sum_and_ours_may_not():
 
 def test_a_baseline_may_round_its_intermediates_and_ours_may_not():
     def with_error_of(roundings):  # a float32 result of numbers that were rounded to bfloat16 on the way
-        return lambda x: x.to(torch.promote_types(x.dtype, torch.float32)) * (
-            1 if x.dtype == torch.float64 else 1 + roundings * torch.finfo(torch.bfloat16).eps / 2
+        return lambda x: (
+            x.to(torch.promote_types(x.dtype, torch.float32))
+            * (1 if x.dtype == torch.float64 else 1 + roundings * torch.finfo(torch.bfloat16).eps / 2)
         )
 
     half = {"setup": lambda: (torch.ones(8, dtype=torch.bfloat16),), "dtype": torch.bfloat16}
