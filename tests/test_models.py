@@ -12,7 +12,6 @@ import torch
 
 import overtone as ot
 from overtone.models import METHODS, VisionTransformer
-from overtone.ops.basis import BasisCache
 
 REGIMES = ("free", "sharpen", "smooth")
 SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 3}
@@ -39,20 +38,6 @@ def train(model, steps=4, lr=1e-2, **forward):
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-@pytest.fixture
-def factorisations(monkeypatch):
-    """The shapes of what was factorised."""
-    shapes = []
-    store = BasisCache.store
-
-    def noting(name, kind, matrix, *args):
-        shapes.append(tuple(matrix.shape))
-        store(name, kind, matrix, *args)
-
-    monkeypatch.setattr(BasisCache, "store", staticmethod(noting))
-    return shapes
 
 
 @pytest.mark.parametrize(("make", "width", "heads"), [("tiny", 192, 3), ("small", 384, 6), ("base", 768, 12)])

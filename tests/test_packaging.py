@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).resolve().parent.parent
 SWITCHES = ("OVERTONE_SKIP_EXTENSION", "OVERTONE_CUDA", "OVERTONE_CUDA_ARCHS", "OVERTONE_SANITIZE", "OVERTONE_DEBUG")
@@ -31,6 +34,26 @@ with warnings.catch_warnings(record=True) as caught:
 torch.testing.assert_close(y, ot.reference.frequency_filter(x, 0.5, 2.0))
 print(ot.__file__)
 print(len(caught), *(warning.message for warning in caught))
+"""
+
+
+RUN_EVERY_FAMILY = """
+import torch
+import overtone as ot
+torch.manual_seed(0)
+x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+q, k, v = torch.randn(3, 2, 3, 5, 2, dtype=torch.float64)
+a = torch.randn(4, 6, 6, dtype=torch.float64)
+basis, r = ot.linalg.qr(a[0], backend="cpu")
+arguments = (q, k, v, torch.rand(6, dtype=torch.float64), basis)
+y = ot.spectral_attention(*arguments, residual=x, backend="cpu")
+torch.testing.assert_close(y, ot.reference.spectral_attention(*arguments, residual=x))
+torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], 2 * y)
+torch.testing.assert_close(ot.frequency_norms(x, backend="cpu"), ot.reference.frequency_norms(x))
+torch.testing.assert_close(ot.linalg.eigvalsh(a + a.mT, backend="cpu"), torch.linalg.eigvalsh(a + a.mT))
+torch.testing.assert_close(ot.linalg.eigvals(a, backend="cpu").sum(-1).real, a.diagonal(dim1=-2, dim2=-1).sum(-1))
+compiled = torch.compile(lambda x: ot.frequency_filter(x, 0.5, 2.0, backend="cpu"), backend="aot_eager", fullgraph=True)
+torch.testing.assert_close(compiled(x), ot.reference.frequency_filter(x, 0.5, 2.0))
 """
 
 
@@ -119,6 +142,12 @@ def installed_pure(pure_distributions, tmp_path_factory) -> Environment:
 
 
 @pytest.mark.slow
+def test_twine_finds_nothing_wrong(distributions):
+    """The metadata, and the README as a package index would show it."""
+    run_well(sys.executable, "-m", "twine", "check", "--strict", *distributions.iterdir(), cwd=distributions)
+
+
+@pytest.mark.slow
 class TestSdist:
     def test_has_what_a_build_needs(self, distributions):
         with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
@@ -158,19 +187,54 @@ class TestWheel:
         assert "available: C++ kernels" in text
 
     def test_uses_only_the_stable_abi(self, installed):
-        """Nothing of torch's C++ interface, which changes with every version, and nothing of its Python library."""
+        """What the extension takes from torch are C functions that torch 2.10's stable headers declare.
+
+        The installed headers know which version each function came with; with 2.9 as the target some are missing.
+        """
         if shutil.which("nm") is None or shutil.which("readelf") is None:
             pytest.skip("needs nm and readelf (binutils)")
         library = next(installed.site_packages().glob("overtone/_C.*.so"))
-        undefined = run_well("nm", "-D", "--undefined-only", library, cwd=installed.folder).split()
-        assert "torch_library_impl" in undefined  # the stable ABI's C functions are there
-        assert not [
-            name for name in undefined if name.startswith("_Z") and any(s in name for s in ("3c10", "2at", "5torch"))
-        ]
+        from_torch = needed_symbols(library) & defined_symbols(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+        assert "torch_library_impl" in from_torch
+        assert from_torch - stable_functions("0x020a000000000000") == set()
+        assert "torch_library_impl" not in stable_functions("0x0209000000000000")
         needed = run_well("readelf", "-d", library, cwd=installed.folder)
         assert "libtorch_cpu" in needed
         assert "libtorch_python" not in needed
         assert "libc10" not in needed
+
+    def test_runs_under_another_torch(self, distributions, tmp_path):
+        """The same wheel, not built again: OVERTONE_TEST_PYTHON is a Python that has another torch ≥ 2.10."""
+        python = os.environ.get("OVERTONE_TEST_PYTHON")
+        if python is None:
+            pytest.skip("no other torch: OVERTONE_TEST_PYTHON names no Python that has one")
+        zipfile.ZipFile(next(distributions.glob("*.whl"))).extractall(tmp_path)
+        version = run_well(python, "-c", "import torch; print(torch.__version__)", cwd=tmp_path).strip()
+        assert version.partition("+")[0] != torch.__version__.partition("+")[0]
+        run_well(python, "-c", RUN_EVERY_FAMILY, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+
+
+def needed_symbols(library: Path) -> set[str]:
+    """What a library cannot do without: marked U, where w would mean that it looks first whether it is there."""
+    lines = run_well("nm", "-D", "--undefined-only", library, cwd=ROOT).splitlines()
+    return {name for kind, name in map(str.split, lines) if kind == "U"}
+
+
+def defined_symbols(library: Path) -> set[str]:
+    """Without those of the C++ standard library, of which every library exports some."""
+    lines = run_well("nm", "-D", "--defined-only", library, cwd=ROOT).splitlines()
+    return {name for *_, name in map(str.split, lines) if not re.match(r"_ZN?K?S", name)}
+
+
+def stable_functions(target_version: str) -> set[str]:
+    """Every name in the headers of the stable ABI, as a build for that version of torch sees them."""
+    headers = ("torch/csrc/stable/c/shim.h", "torch/csrc/inductor/aoti_torch/c/shim.h")
+    command = shlex.split(os.environ.get("CXX") or "c++")
+    command += [*("-E", "-P", "-x", "c++", "-std=c++20", f"-DTORCH_TARGET_VERSION={target_version}")]
+    command += [f"-I{path}" for path in include_paths()] + ["-"]
+    source = "".join(f"#include <{header}>\n" for header in headers)
+    text = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"\w+", text))
 
 
 @pytest.mark.slow

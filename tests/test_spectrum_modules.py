@@ -18,20 +18,6 @@ REGIMES = ("sharpen", "smooth")
 SIGN = {"sharpen": -1, "smooth": 1}
 
 
-@pytest.fixture
-def factorisations(monkeypatch):
-    """The shapes of what was factorised."""
-    shapes = []
-    store = BasisCache.store
-
-    def noting(name, kind, matrix, *args):
-        shapes.append(tuple(matrix.shape))
-        store(name, kind, matrix, *args)
-
-    monkeypatch.setattr(BasisCache, "store", staticmethod(noting))
-    return shapes
-
-
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_symmetric_is_the_reference(regime, bounded):

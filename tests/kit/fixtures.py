@@ -7,6 +7,7 @@ import torch
 
 from kit import host_cuda as host_cuda_kernels
 from overtone import _extension
+from overtone.ops.basis import BasisCache
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
 
@@ -42,6 +43,20 @@ def cpu_kernels():
     if _extension.native is None:
         pytest.skip(f"no CPU kernels: {_extension.why_missing}")
     return _extension.native
+
+
+@pytest.fixture
+def factorisations(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the bases that were factorised."""
+    shapes: list[tuple[int, ...]] = []
+    store = BasisCache.store
+
+    def noting(name, kind, matrix, *args):
+        shapes.append(tuple(matrix.shape))
+        store(name, kind, matrix, *args)
+
+    monkeypatch.setattr(BasisCache, "store", staticmethod(noting))
+    return shapes
 
 
 @pytest.fixture(scope="session")

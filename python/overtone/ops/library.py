@@ -6,15 +6,29 @@ that extension is not loaded, and CPU tensors go to the Triton kernels instead.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+import torch.compiler.config
 
 from overtone.backends import triton_interprets
 from overtone.reference.linalg import raise_unsolved
 
 LIBRARY = torch.library.Library("overtone", "DEF")
+
+
+def contracts_digest(folder: Path) -> str:
+    """A name for what the sources in `folder` say."""
+    sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
+
+
+# torch.compile keeps compiled graphs on disk, under keys that name our ops but do not know their fakes. A graph of
+# another overtone, whose fakes had other strides, would be taken for this one's.
+torch.compiler.config.cache_key_tag += f"overtone {contracts_digest(Path(__file__).parent)};"
 
 
 def define(schema: str, *, fake: Callable, triton: str | None = None, blas3: str | None = None) -> None:
