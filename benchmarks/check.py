@@ -42,6 +42,9 @@ class Evidence:
     # Roundings of a running sum that are allowed on top. None for us; for a baseline, which may well add everything up
     # in one long sum and still be what people use, as many as the inputs have elements.
     summed: int = 0
+    # The dtype that intermediates may be rounded to, whatever the result's. None for us; a baseline computes in the
+    # case's dtype throughout, and a float32 sum of its bfloat16 numbers is no better than they are.
+    rounded_to: torch.dtype | None = None
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -53,19 +56,23 @@ def _relative_error(result: Tensor, truth: Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def _rounding_floor(dtype: torch.dtype, summed: int) -> float:
-    """Two roundings to the result's dtype, for where plain PyTorch happens to be exact. A sum's error grows like √n."""
+def _rounding_floor(dtype: torch.dtype, evidence: Evidence) -> float:
+    """Two roundings, to the result's dtype or the intermediates', for where plain PyTorch happens to be exact.
+
+    A sum's error grows like √n.
+    """
     accumulator = torch.promote_types(dtype, torch.float32)
-    return torch.finfo(dtype).eps + math.sqrt(summed) * torch.finfo(accumulator).eps
+    rounding = max(torch.finfo(each).eps for each in (dtype, evidence.rounded_to or dtype))
+    return rounding + math.sqrt(evidence.summed) * torch.finfo(accumulator).eps
 
 
-def _compare(name: str, result: Tensor, plain: Tensor, truth: Tensor, summed: int) -> Check:
+def _compare(name: str, result: Tensor, plain: Tensor, truth: Tensor, evidence: Evidence) -> Check:
     if result.shape != plain.shape or result.dtype != plain.dtype:
         got, wanted = (f"{t.dtype} of shape {list(t.shape)}" for t in (result, plain))
         return Check.failed(f"{name} is {got}, wanted {wanted}")
     if not truth.numel():
         return Check(True, 0.0, 0.0)
-    tolerance = ERROR_FACTOR * _relative_error(plain, truth) + _rounding_floor(result.dtype, summed)
+    tolerance = ERROR_FACTOR * _relative_error(plain, truth) + _rounding_floor(result.dtype, evidence)
     error = _relative_error(result, truth)
     passed = error <= tolerance  # False for NaN
     return Check(passed, error, tolerance, "" if passed else f"{name}: error {error:.2g}, tolerance {tolerance:.2g}")
@@ -76,7 +83,7 @@ def against_truth(results: tuple[Tensor, ...], evidence: Evidence) -> Check:
     if len(results) != len(evidence.plain):
         return Check.failed(f"got {len(results)} results, wanted {len(evidence.plain)}")
     tensors = zip(results, evidence.plain, evidence.truth, strict=True)
-    checks = [_compare(f"result {i}", *each, evidence.summed) for i, each in enumerate(tensors, start=1)]
+    checks = [_compare(f"result {i}", *each, evidence) for i, each in enumerate(tensors, start=1)]
     failed = [check for check in checks if not check.passed]
     if failed:
         return failed[0]

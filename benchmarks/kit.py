@@ -12,7 +12,17 @@ from torch import Tensor
 
 import overtone as ot
 from overtone.benchmarks import machine, memory
-from overtone.benchmarks.case import Call, Case, Compiled, Function, Results, as_results, bind, synchronized
+from overtone.benchmarks.case import (
+    Call,
+    Case,
+    Function,
+    InFloat32,
+    Results,
+    as_results,
+    bind,
+    is_compiled,
+    synchronized,
+)
 from overtone.benchmarks.check import Check, Evidence, widened
 from overtone.benchmarks.libraries import MissingLibrary
 from overtone.benchmarks.placement import device_of, moved, placed
@@ -57,13 +67,23 @@ class Trial:
         self.evidence = Evidence(given, _on_cpu(plain), _on_cpu(self._truth()))
 
     def call(self, function: Function) -> Call:
-        return synchronized(bind(function, self.inputs, self.grads, self.case.binding), self.device)
+        inputs, grads = self.inputs, self.grads
+        if isinstance(function, InFloat32):
+            inputs = tuple(_cast_input(x, torch.float32) for x in inputs)
+            grads = tuple(x.float() for x in grads)
+        return synchronized(bind(function, inputs, grads, self.case.binding), self.device)
 
     def check(self, name: str, call: Call) -> Check:
         """Whether the contender of that name gives the right results."""
-        evidence = self.evidence if name == OURS else replace(self.evidence, summed=_elements(self.inputs))
+        evidence, in_float32 = self.evidence, isinstance(self.case.baselines.get(name), InFloat32)
+        if name != OURS:
+            rounded_to = None if in_float32 else self.case.dtype
+            evidence = replace(evidence, summed=_elements(self.inputs), rounded_to=rounded_to)
         try:
-            return self.case.check(_on_cpu(call.results()), evidence)
+            results = _on_cpu(call.results())
+            if in_float32:
+                results = tuple(x.to(plain.dtype) for x, plain in zip(results, evidence.plain, strict=True))
+            return self.case.check(results, evidence)
         except MissingLibrary as missing:
             return Check.missing(str(missing))
         except Exception as error:  # whatever a contender raises, the other contenders and cases still run
@@ -78,7 +98,7 @@ class Trial:
         return tuple(torch.randn(y.shape, generator=generator).to(y) for y in outputs)
 
     def _truth(self) -> Results:
-        inputs = tuple(map(_widened_input, self.inputs))
+        inputs = tuple(_cast_input(x, torch.float64) for x in self.inputs)
         call = bind(self.case.reference, inputs, tuple(map(widened, self.grads)), self.case.binding)
         return tuple(map(widened, call.results()))
 
@@ -91,16 +111,17 @@ def _elements(inputs: tuple[Any, ...]) -> int:
     return sum(x.numel() for x in inputs if isinstance(x, Tensor))
 
 
-def _widened_input(value: Any) -> Any:
+def _cast_input(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of at least that precision; what is no number stays."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
-    return widened(value).requires_grad_(value.requires_grad)
+    return value.detach().to(torch.promote_types(value.dtype, dtype)).requires_grad_(value.requires_grad)
 
 
 def contenders(case: Case, *, compiled: bool = True) -> dict[str, Function]:
     """Our function and the baselines, by name."""
     functions = {OURS: case.ours, **case.baselines}
-    return {name: f for name, f in functions.items() if compiled or not isinstance(f, Compiled)}
+    return {name: f for name, f in functions.items() if compiled or not is_compiled(f)}
 
 
 @dataclass(frozen=True)
@@ -232,7 +253,7 @@ def run_cases(
     peaks: dict[str, float] = {}
     results = []
     for case in cases:
-        if isinstance(case.ours, Compiled) and not compiled:
+        if is_compiled(case.ours) and not compiled:
             continue
         progress(case)
         device = device_of(case.backend)

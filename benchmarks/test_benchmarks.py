@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Compiled
+from overtone.benchmarks.case import Case, is_compiled
 from overtone.benchmarks.kit import Trial, all_cases, contenders
 from overtone.benchmarks.tables import standard_names
 
@@ -40,7 +40,7 @@ def test_contender(benchmark, case: Case, name: str) -> None:
     if not status.available:
         pytest.skip(status.detail)
     function = contenders(case)[name]
-    if isinstance(function, Compiled):
+    if is_compiled(function):
         if benchmark.disabled:
             pytest.skip("torch.compile takes minutes for all cases: run without --benchmark-disable")
         torch.compiler.reset()

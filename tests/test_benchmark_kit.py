@@ -13,7 +13,7 @@ import torch
 
 import overtone as ot
 from overtone.benchmarks import kit, machine, report, timing
-from overtone.benchmarks.case import Call, Case, Compiled, bind, with_compiled
+from overtone.benchmarks.case import Call, Case, Compiled, InFloat32, bind, with_compiled
 from overtone.cli import bench
 
 PLAN = timing.Plan(rounds=4, seconds=60.0, slice_seconds=0.0)
@@ -144,6 +144,45 @@ def test_a_baseline_may_round_like_one_long_sum_and_ours_may_not():
     identity = {"reference": lambda x: x * 1}
     assert run(case(setup=setup, ours=identity["reference"], baselines={**identity, "rounded": rounded})).passed
     assert not run(case(setup=setup, ours=rounded, baselines=identity)).passed
+
+
+def test_a_baseline_may_round_its_intermediates_and_ours_may_not():
+    def with_error_of(roundings):  # a float32 result of numbers that were rounded to bfloat16 on the way
+        return lambda x: (
+            x.to(torch.promote_types(x.dtype, torch.float32))
+            * (1 if x.dtype == torch.float64 else 1 + roundings * torch.finfo(torch.bfloat16).eps / 2)
+        )
+
+    half = {"setup": lambda: (torch.ones(8, dtype=torch.bfloat16),), "dtype": torch.bfloat16}
+    exact, rounded, wrong = (with_error_of(roundings) for roundings in (0, 1.9, 2.5))
+    baselines = {"reference": exact, "rounded": rounded, "wrong": wrong}
+    checks = run(case(**half, ours=exact, baselines=baselines)).results[0].checks
+    assert checks["ours"].passed and checks["rounded"].passed and not checks["wrong"].passed
+    assert not run(case(**half, ours=rounded, baselines={"reference": exact})).passed
+    # In float32 nothing was rounded to less.
+    single = {"setup": lambda: (torch.ones(8),), "ours": exact, "baselines": baselines}
+    assert not run(case(**single)).results[0].checks["rounded"].passed
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward+backward"])
+def test_a_float32_baseline_gets_float32_copies_and_is_checked_as_the_case(mode):
+    seen = set()
+
+    def square_in(x):
+        seen.add(x.dtype)
+        return square(x)
+
+    setup = lambda: (torch.linspace(1, 2, 1000).bfloat16().requires_grad_(),)  # noqa: E731
+    half = {"setup": setup, "dtype": torch.bfloat16, "mode": mode}
+    baselines = {"reference": square, "square float32": InFloat32(square_in)}
+    assert run(case(**half, baselines=baselines)).passed
+    assert seen == {torch.float32}
+    assert not run(case(**half, baselines={"reference": square, "wrong": InFloat32(lambda x: 1.1 * square(x))})).passed
+
+
+def test_a_compiled_float32_baseline_is_left_out_with_the_compiled_ones():
+    baselines = {"reference": square, **{name: InFloat32(f) for name, f in with_compiled({"float32": square}).items()}}
+    assert list(kit.contenders(case(baselines=baselines), compiled=False)) == ["ours", "reference", "float32"]
 
 
 def test_a_case_has_its_own_check():

@@ -86,10 +86,13 @@ class BackwardWorker {
     dots_ = memory_.take(shape_.queries);
   }
 
-  void run(int64_t item) {
+  // `next_item` is what this thread does afterwards, or -1.
+  void run(int64_t item, int64_t next_item) {
+    expect(next_item);
     image_ = item / shape_.heads;
     head_ = item % shape_.heads;
-    row_dots(head_buffer(call_.grad_heads, 0), head_buffer(call_.heads, 0), shape_.queries, shape_.width, dots_);
+    row_dots(buffer_of(call_.grad_heads, image_, head_, 0), buffer_of(call_.heads, image_, head_, 0), shape_.queries,
+             shape_.width, dots_);
     for (int64_t key = 0; key < shape_.keys; key += block_) {
       block_backward(key, std::min(block_, shape_.keys - key));
     }
@@ -120,10 +123,25 @@ class BackwardWorker {
     return call_.type == kType && out.width_stride == 1 && shape_.width == padded_width_;
   }
 
-  MatrixRows head_buffer(const void* buffer, int64_t token) const {
+  MatrixRows buffer_of(const void* buffer, int64_t image, int64_t head, int64_t token) const {
     const int64_t features = shape_.features();
-    const int64_t offset = (image_ * shape_.queries + token) * features + head_ * shape_.width;
+    const int64_t offset = (image * shape_.queries + token) * features + head * shape_.width;
     return buffer_rows<A>(buffer, offset, features);
+  }
+
+  // While an item is worked on, the next one's rows come nearer.
+  void expect(int64_t item) {
+    coming_.clear();
+    if (item < 0) {
+      return;
+    }
+    const int64_t image = item / shape_.heads;
+    const int64_t head = item % shape_.heads;
+    coming_.add(buffer_of(call_.grad_heads, image, head, 0), shape_.queries, shape_.width);
+    coming_.add(buffer_of(call_.heads, image, head, 0), shape_.queries, shape_.width);
+    coming_.add(head_rows(call_.key, call_.type, image, head, 0), shape_.keys, shape_.width);
+    coming_.add(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width);
+    coming_.add(head_rows(call_.query, call_.type, image, head, 0), shape_.queries, shape_.width);
   }
 
   void block_backward(int64_t key, int64_t count) {
@@ -155,7 +173,7 @@ class BackwardWorker {
                       bool is_first_strip) {
     const ProductRows<A> queries(head_rows(call_.query, call_.type, image_, head_, first), rows, shape_.width,
                                  queries_);
-    const ProductRows<A> grads(head_buffer(call_.grad_heads, first), rows, shape_.width, grads_);
+    const ProductRows<A> grads(buffer_of(call_.grad_heads, image_, head_, first), rows, shape_.width, grads_);
     for (int64_t row = 0; row < rows; row += kStrip) {
       logits_backward(first, row, std::min(kStrip, rows - row), key, count, queries, grads, keys);
     }
@@ -189,6 +207,7 @@ class BackwardWorker {
         A* p = weights + i * block_ + v * kLanes<A>;
         store_full(exp2_nonpositive<A>(load_full(p) - maximum) * inverse, p);
       }
+      coming_.fetch();
     }
     gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads.data + row * grads.ld, grads.ld,
                       values_across_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
@@ -230,6 +249,7 @@ class BackwardWorker {
   int64_t long_strip_;  // queries at a time
   int64_t image_ = 0;
   int64_t head_ = 0;
+  ComingRows coming_;
   Scratch<A> memory_;
   A* keys_across_;    // Kᵀ times scale · log2(e), in panels
   A* values_across_;  // Vᵀ, in panels
@@ -285,9 +305,14 @@ void store_basis_gradient(const BasisBackward& call, int64_t first, int64_t rows
     const int64_t feature = first + row;
     if (call.grad_eigenvalues != nullptr) {
       const T* basis = static_cast<const T*>(call.basis) + feature * call.basis_strides[0];
-      double dot = 0;
+      constexpr int64_t kSums = 8;  // so that a sum need not wait for the one before
+      double dots[kSums] = {};
       for (int64_t channel = 0; channel < channels; ++channel) {
-        dot += static_cast<double>(sum[channel]) * widen(basis[channel * call.basis_strides[1]]);
+        dots[channel % kSums] += static_cast<double>(sum[channel]) * widen(basis[channel * call.basis_strides[1]]);
+      }
+      double dot = 0;
+      for (const double part : dots) {
+        dot += part;
       }
       static_cast<A*>(call.grad_eigenvalues)[feature] = static_cast<A>(dot);
     }

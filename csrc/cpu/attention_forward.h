@@ -128,14 +128,15 @@ class ForwardWorker {
     sums_ = memory_.take(call.query_block * kPanelLd<A>);
   }
 
-  void run(int64_t item) {
-    const int64_t image = item / call_.blocks();
-    const int64_t first = item % call_.blocks() * call_.query_block;
-    const int64_t rows = std::min(call_.query_block, shape_.queries - first);
+  // `next_item` is what this thread does afterwards, or -1.
+  void run(int64_t item, int64_t next_item) {
+    const auto [image, first, rows] = block_of(item);
     A* heads = call_.heads == nullptr
                    ? heads_
                    : static_cast<A*>(call_.heads) + (image * shape_.queries + first) * shape_.features();
     for (int64_t head = 0; head < shape_.heads; ++head) {
+      const bool is_last = head + 1 == shape_.heads;
+      expect(item, head, is_last ? next_item : item, is_last ? 0 : head + 1);
       attend(image, head, first, rows, heads + head * shape_.width);
     }
     project(image, first, rows, heads);
@@ -144,6 +145,41 @@ class ForwardWorker {
 
  private:
   static constexpr int64_t kMostKeys = 480;
+
+  struct Block {
+    int64_t image;
+    int64_t first;  // query
+    int64_t rows;
+  };
+
+  Block block_of(int64_t item) const {
+    const int64_t first = item % call_.blocks() * call_.query_block;
+    return {item / call_.blocks(), first, std::min(call_.query_block, shape_.queries - first)};
+  }
+
+  // While a head is attended to, the next one's rows come nearer, and a share of the residual.
+  void expect(int64_t item, int64_t head, int64_t next_item, int64_t next_head) {
+    coming_.clear();
+    if (next_item >= 0) {
+      const auto [image, first, rows] = block_of(next_item);
+      coming_.add(head_rows(call_.key, call_.type, image, next_head, 0), shape_.keys, shape_.width);
+      coming_.add(head_rows(call_.value, call_.type, image, next_head, 0), shape_.keys, shape_.width);
+      coming_.add(head_rows(call_.query, call_.type, image, next_head, first), rows, shape_.width);
+    }
+    if (call_.residual != nullptr) {
+      const auto [image, first, rows] = block_of(item);
+      const int64_t begin = head * shape_.channels / shape_.heads;
+      const int64_t end = (head + 1) * shape_.channels / shape_.heads;
+      const int64_t* strides = call_.residual_strides;
+      const T* corner = residual_at(image, first) + begin * strides[2];
+      coming_.add({call_.type, const_cast<T*>(corner), strides[1], strides[2]}, rows, end - begin);
+    }
+  }
+
+  const T* residual_at(int64_t image, int64_t query) const {
+    const int64_t* strides = call_.residual_strides;
+    return static_cast<const T*>(call_.residual) + image * strides[0] + query * strides[1];
+  }
 
   void attend(int64_t image, int64_t head, int64_t first_query, int64_t rows, A* heads) {
     const A scale = static_cast<A>(call_.scale * kLog2E);
@@ -179,6 +215,7 @@ class ForwardWorker {
       mask_logits(call_, image, head, first, rows, key, count, logits_, block_);
       for (int64_t row = 0; row < rows; ++row) {
         softmax[row].absorb(logits_ + row * block_, key_vectors);
+        coming_.fetch();
       }
       const A* block_values = values.data + key * values.ld;
       if (is_direct) {
@@ -212,9 +249,7 @@ class ForwardWorker {
     const int64_t token = image * shape_.queries + first;
     T* y = static_cast<T*>(call_.y) + token * shape_.channels;
     const int64_t* strides = call_.residual_strides;
-    const T* residual = call_.residual == nullptr
-                            ? nullptr
-                            : static_cast<const T*>(call_.residual) + image * strides[0] + first * strides[1];
+    const T* residual = call_.residual == nullptr ? nullptr : residual_at(image, first);
     const auto is_direct = [&](int first_vector, int width) {
       return std::is_same_v<T, A> && (first_vector + width) * kLanes<A> <= shape_.channels &&
              (residual == nullptr || strides[2] == 1);
@@ -264,6 +299,7 @@ class ForwardWorker {
   int64_t padded_keys_;
   int64_t padded_width_;
   int64_t block_;  // keys at a time
+  ComingRows coming_;
   WideResult<A> wide_;
   Scratch<A> memory_;
   A* keys_;     // Kᵀ times scale, in panels, block by block

@@ -67,8 +67,10 @@ inline void pack_weight(const WeightPacking& call, WorkQueue& queue) {
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   for_type(call.type, [&](auto element) {
     ForwardWorker<decltype(element)> worker(call);
-    for (int64_t item; (item = take_item(queue)) >= 0;) {
-      worker.run(item);
+    for (int64_t item = take_item(queue); item >= 0;) {
+      const int64_t next = take_item(queue);
+      worker.run(item, next);
+      item = next;
     }
   });
 }
@@ -84,8 +86,10 @@ inline void basis_backward(const BasisBackward& call, WorkQueue& queue) {
 template <class A>
 void attention_backward_items(const AttentionBackward& call, WorkQueue& queue) {
   BackwardWorker<A> worker(call);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
-    worker.run(item);
+  for (int64_t item = take_item(queue); item >= 0;) {
+    const int64_t next = take_item(queue);
+    worker.run(item, next);
+    item = next;
   }
 }
 

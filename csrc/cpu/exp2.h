@@ -61,15 +61,16 @@ OVERTONE_INLINE Vector<A> exp2_series(Vector<A> x) {
 template <class A, class Series = FloatBits<A>>
 OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   using Bits = FloatBits<A>;
-  // 0 for −inf; scalef does the rest. Zero where 2^x would be subnormal: making one is slow.
+  // Zero where 2^x would be subnormal (making one is slow), and for −inf. Rounding and subtracting is twice as fast as
+  // vreduceps on AMD's cores.
   if constexpr (std::is_same_v<A, float>) {
-    const Vector<A> fraction = _mm512_maskz_reduce_ps(0xffff, x, 0x08);
+    const Vector<A> whole = _mm512_maskz_roundscale_ps(0xffff, x, 0x08);
     const __mmask16 is_normal = _mm512_cmp_ps_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_ps(is_normal, exp2_series<A, Series>(fraction), x - fraction);
+    return _mm512_maskz_scalef_ps(is_normal, exp2_series<A, Series>(x - whole), whole);
   } else {
-    const Vector<A> fraction = _mm512_maskz_reduce_pd(0xff, x, 0x08);
+    const Vector<A> whole = _mm512_maskz_roundscale_pd(0xff, x, 0x08);
     const __mmask8 is_normal = _mm512_cmp_pd_mask(x, broadcast(Bits::kLowest + 1), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_pd(is_normal, exp2_series<A, Series>(fraction), x - fraction);
+    return _mm512_maskz_scalef_pd(is_normal, exp2_series<A, Series>(x - whole), whole);
   }
 }
 #else

@@ -193,6 +193,52 @@ void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A sca
   });
 }
 
+// Rows that a thread reads soon: while it computes, it asks for them one after another, so that they are in its
+// second-level cache by then. Strided rows of heads are nothing that the hardware would foresee.
+class ComingRows {
+ public:
+  void clear() {
+    parts_ = 0;
+    next_ = 0;
+  }
+
+  void add(const MatrixRows& rows, int64_t count, int64_t width) {
+    if (rows.column_stride == 1) {
+      const int64_t size = bytes_of(rows.type);
+      part_[parts_++] = {static_cast<const char*>(rows.data), rows.row_stride * size, width * size, count};
+    }
+  }
+
+  // The next row of every part.
+  OVERTONE_INLINE void fetch() {
+    for (int i = 0; i < parts_; ++i) {
+      const Part& part = part_[i];
+      if (next_ < part.rows) {
+        const char* row = part.data + next_ * part.stride;
+        for (int64_t byte = 0; byte < part.width; byte += kLine) {
+          __builtin_prefetch(row + byte, 0, 2);
+        }
+      }
+    }
+    ++next_;
+  }
+
+ private:
+  static constexpr int kMostParts = 5;
+  static constexpr int64_t kLine = 64;
+
+  struct Part {
+    const char* data;
+    int64_t stride;  // in bytes, as the width
+    int64_t width;
+    int64_t rows;
+  };
+
+  Part part_[kMostParts];
+  int parts_ = 0;
+  int64_t next_ = 0;
+};
+
 // So few rows never miss the TLB, however far apart they are.
 constexpr int64_t kNearRows = 120;
 
