@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from overtone import reference
-from overtone.benchmarks.case import Case, Function, with_compiled
+from overtone.benchmarks.case import MODES, Case, Function, with_compiled
 from overtone.ops import linear as ops
 
 # (label, tokens, channels)
 SIZES = (("Ti-cifar", 64 * 65, 192), ("Ti-224", 16 * 197, 192), ("S-224", 16 * 197, 384), ("B-224", 8 * 197, 768))
+
+# How often every product is made: backward is one for the inputs and one for the weight.
+PRODUCTS = dict(zip(MODES, (1, 2, 3), strict=True))
 
 
 def _inputs(tokens: int, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
@@ -25,7 +28,6 @@ def _inputs(tokens: int, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, .
 
 def _case(op: str, label: str, tokens: int, shapes: tuple[tuple[int, ...], ...], mode: str) -> Case:
     plain: Function = getattr(reference, op)
-    ours: Function = getattr(ops, op)
     products = sum(2 * tokens * shape[0] * shape[1] for shape in shapes if len(shape) == 2)
     return Case(
         op=op,
@@ -33,9 +35,9 @@ def _case(op: str, label: str, tokens: int, shapes: tuple[tuple[int, ...], ...],
         dtype=torch.float32,
         mode=mode,
         setup=lambda: _inputs(tokens, shapes),
-        ours=lambda *args: ours(*args, backend="cpu"),
+        ours=getattr(ops, op),
         baselines=with_compiled({"plain": plain}),
-        flops=products * (1 if mode == "forward" else 3),
+        flops=products * PRODUCTS[mode],
         bytes=0,
         limit="matmul",
     )
@@ -49,5 +51,5 @@ def cases() -> list[Case]:
             ("linear", ((3 * dim, dim), (3 * dim,))),
             ("mlp", ((4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,))),
         )
-        for mode in ("forward", "forward+backward")
+        for mode in MODES
     ]

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from overtone.models import VisionTransformer
+from overtone.training.processes import leave_group
 
 RANKS, STEPS = 2, 3
 
@@ -66,7 +67,7 @@ def worker(rank: int, way: str, port: int) -> None:
         wanted = losses_of(build(), 0, 1)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
         print("equal", flush=True)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -58,16 +58,19 @@ class RecordingDriver:
 @contextmanager
 def recording(target, max_shared: int) -> Iterator[list[Recorded]]:
     """Inside, every kernel[grid](...) is compiled for `target` and recorded."""
+    from triton.compiler.compiler import max_shared_mem
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     before = driver._active
     recorder = RecordingDriver(target, max_shared)
     driver.set_active(recorder)
+    max_shared_mem.cache_clear()  # Triton keeps a device's limit, by its number, for ever
     try:
         yield recorder.launches
     finally:
         driver._active = before
+        max_shared_mem.cache_clear()
         _forget_compiled(JITFunction)
 
 

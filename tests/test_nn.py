@@ -216,6 +216,12 @@ class TestMlp:
         module.fc1 = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 24))
         torch.testing.assert_close(module(x), module.fc2(F.gelu(module.fc1(x))))
 
+    def test_a_hook_of_a_layer_is_called(self):
+        module, x, seen = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6), []
+        module.fc1.register_forward_hook(lambda _module, _inputs, hidden: seen.append(hidden.shape))
+        module(x)
+        assert seen == [(2, 5, 24)]
+
     def test_frozen_weights(self):
         frozen, x = ot.nn.mlp.Mlp(6, 24).requires_grad_(False), torch.randn(2, 5, 6, requires_grad=True)
         frozen(x).sum().backward()

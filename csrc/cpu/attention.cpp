@@ -32,15 +32,6 @@ const AttentionKernels& kernels(const char* op, ElementType type) {
   return *chosen;
 }
 
-// Every thread takes items until there are none left, whatever range it was given.
-template <class Work>
-void for_items(int64_t items, const Work& work) {
-  WorkQueue queue{0, items};
-  if (items > 0) {
-    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
-  }
-}
-
 void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape, ScalarType type,
                 const char* op) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == type && has_shape(tensor, shape), op, ": ", name,

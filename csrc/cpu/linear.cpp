@@ -22,15 +22,6 @@ const LinearKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Every thread takes items until there are none left, whatever range it was given.
-template <class Work>
-void for_items(int64_t items, const Work& work) {
-  WorkQueue queue{0, items};
-  if (items > 0) {
-    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
-  }
-}
-
 LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)}; }
 
 LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }

@@ -15,6 +15,7 @@
 
 #include "cpu/element_type.h"
 #include "cpu/matrix_batch.h"
+#include "cpu/work_queue.h"
 
 namespace overtone {
 
@@ -68,6 +69,15 @@ inline std::vector<int64_t> leading_offsets(const Tensor& tensor, int64_t dims) 
     offsets = std::move(next);
   }
   return offsets;
+}
+
+// Every thread takes items until there are none left, whatever range it was given.
+template <class Work>
+void for_items(int64_t items, const Work& work) {
+  WorkQueue queue{0, items};
+  if (items > 0) {
+    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
+  }
 }
 
 // The matrices of a tensor [..., rows, columns]; keeps the offsets alive that the batch points to.

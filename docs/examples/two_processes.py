@@ -24,4 +24,5 @@ for step in range(3):
     dist.all_reduce(loss := loss.detach() / count)
     if rank == 0:
         print(f"step {step} on {count} processes: loss {loss.item():.4f}")
+dist.barrier()  # nobody leaves while another still works
 dist.destroy_process_group()

@@ -20,6 +20,12 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self.fc1) is type(self.fc2) is nn.Linear:
+        if _is_plain(self.fc1) and _is_plain(self.fc2):
             return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return self.fc2(F.gelu(self.fc1(x)))  # someone has put other modules there: quantised, of low rank
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Nobody has put another module there, quantised or of low rank, or a hook that wants to see it run."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and not any(hooks)

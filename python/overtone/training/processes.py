@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import time
 from contextlib import AbstractContextManager
 
 import torch
@@ -51,7 +52,7 @@ class Processes:
         if not self.connected:
             return
         if error is None:
-            dist.destroy_process_group()
+            leave_group()
         elif isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
             # The group is left as it is: waiting for the others is what must not happen now.
             raise LostProcessError(
@@ -92,3 +93,14 @@ class Processes:
         value = value.clone()
         dist.all_reduce(value)
         return value
+
+
+def leave_group() -> None:
+    """dist.destroy_process_group() after the last collective.
+
+    gloo's threads free the last tensors they were given, for which they need Python's lock. A process that ends while
+    one waits for it dies with "terminate called without an active exception", and one that frees DDP's reducer waits
+    for the thread for ever. So they get a moment in which nobody holds the lock.
+    """
+    time.sleep(0.2)
+    dist.destroy_process_group()
