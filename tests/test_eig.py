@@ -360,6 +360,17 @@ class TestGradients:
             linalg.eigvals(a, backend="cpu")[0].abs().sum().backward()  # the other matrix has its gradient
             assert a.grad.isfinite().all() and (a.grad[1] == 0).all()
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("n", [2, 3, 4, 8])
+    def test_rounding_does_not_hide_a_jordan_block(self, n, dtype):
+        bases = torch.linalg.qr(randn(50, n, n)).Q
+        for eigenvalue in (0.0, 1.0):
+            block = _jordan(n) + (eigenvalue - 1) * torch.eye(n, dtype=torch.float64)
+            for matrix in bases @ block @ bases.mT:
+                a = matrix.to(dtype).requires_grad_()
+                with pytest.raises(torch.linalg.LinAlgError, match="eig: A is defective"):
+                    linalg.eigvals(a, backend="cpu").abs().sum().backward()
+
     def test_equal_eigenvalues_have_no_eigenvector_gradient(self):
         a = torch.eye(3, dtype=torch.float64, requires_grad=True)
         with pytest.raises(torch.linalg.LinAlgError, match="eig: eigenvalues 0 and 1 are equal to rounding"):

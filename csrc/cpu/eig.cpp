@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
     if (row_stochastic || is_for_lanes(call, groups)) {
       const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
-      torch::stable::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { run.eig(call, begin, end); });
+      for_items(groups, [&](WorkQueue& queue) { run.eig(call, queue); }, grain);
     } else {
       note_kernel(op, "lapack");
       solve_by_lapack(call, run, a);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cpu/matrix_batch.h"
+#include "cpu/work_queue.h"
 
 namespace overtone {
 
@@ -25,8 +26,8 @@ struct Eig {
 
 struct EigKernels {
   const char* level;
-  int64_t (*lanes)(bool is_float64);                         // matrices of a group
-  void (*eig)(const Eig& call, int64_t begin, int64_t end);  // groups [begin, end)
+  int64_t (*lanes)(bool is_float64);  // matrices of a group
+  void (*eig)(const Eig& call, WorkQueue& groups);
 };
 
 namespace baseline {

@@ -43,19 +43,22 @@ OVERTONE_INLINE void reflect_chain(const Reflector<A>* reflectors, At at) {
   }
 }
 
+// A reflector in memory. Two products are cheaper than storing them.
+template <class A>
+struct StoredReflector {
+  Vector<A> tau, v1, v2;
+};
+
 // A copy of a block that the compiler keeps in registers.
 template <int size, class A>
 struct LocalBlock {
   Reflector<A> reflectors[size];
 
-  OVERTONE_INLINE explicit LocalBlock(const Reflector<A>* block) {
+  OVERTONE_INLINE explicit LocalBlock(const StoredReflector<A>* block) {
     OVERTONE_UNROLL
     for (int i = 0; i < size; ++i) {
-      reflectors[i].tau = block[i].tau;
-      reflectors[i].v1 = block[i].v1;
-      reflectors[i].v2 = block[i].v2;
-      reflectors[i].tau_v1 = block[i].tau_v1;
-      reflectors[i].tau_v2 = block[i].tau_v2;
+      const auto [tau, v1, v2] = block[i];
+      reflectors[i] = {tau, v1, v2, tau * v1, tau * v2};
     }
   }
 };
@@ -100,6 +103,7 @@ class Francis {
     // Local copies: the compiler must take every store of a vector for a change of any member.
     V last = last_, a = corner_.a, b = corner_.b, c = corner_.c, d = corner_.d;
     Mask<A> searching = less_equal(zero, last);
+    last_begin_ = 0;
     for (int64_t i = end_; i >= 0 && any(searching); --i) {
       const V index = zero + static_cast<A>(i);
       V* row = h_.row(i);
@@ -123,6 +127,7 @@ class Francis {
       phase_ = select(done, zero, phase_);
       if (any(found)) {
         begin_ = i;
+        last_begin_ = std::max(last_begin_, i);
         first_ = select(found, index, first_);
         const V *second = h_.row(i + 1), *third = h_.row(i + 2);
         start_ = {select(found, row[i], start_.h00), select(found, row[i + 1], start_.h01),
@@ -231,6 +236,12 @@ class Francis {
     Reflector<A> next;
   };
 
+  // What a block's second reflector needs of the first: itself, and two elements of its row, which wait in registers.
+  struct Above {
+    Reflector<A> reflector;
+    V x[2];
+  };
+
   OVERTONE_INLINE void enter(Bulge& bulge) const {
     for (int i = 0; i < 3; ++i) {
       const V* row = h_.row(begin_ + i) + begin_;
@@ -248,24 +259,29 @@ class Francis {
     row[2] = bulge.x[0][2];
   }
 
-  // Whole blocks of reflectors from row k0 on. A block is applied to the rest of its rows at its end, and to the rest
-  // of its columns during the next block. Returns the row after the last block.
+  // Whole blocks of one or two reflectors from row k0 on. A block is applied to the rest of its rows at its end, and to
+  // the rest of its columns during the next block. Returns the row after the last block.
   template <int size>
   int64_t chase_blocks(int64_t k0, const V (&first_column)[3], Bulge& in_memory) {
     const int64_t begin = k0;
-    Reflector<A> blocks[2][size];
-    Reflector<A>*block = blocks[0], *before = blocks[1];
+    StoredReflector<A> blocks[2][size];
+    StoredReflector<A>*block = blocks[0], *before = blocks[1];
     Bulge bulge = in_memory;
     for (; k0 + size <= end_; k0 += size) {
-      OVERTONE_UNROLL
-      for (int i = 0; i < size; ++i) {
-        block[i] = bulge.next;
-        move(block, i, k0, bulge);
-        if (k0 + i + 1 < end_) {
-          find_next(k0 + i + 1, first_column, bulge);
-        }
-        if (i == 0 && k0 > begin) {
-          reflect_columns<size>(before, k0 - size);
+      Above above{bulge.next, {}};
+      block[0] = {bulge.next.tau, bulge.next.v1, bulge.next.v2};
+      move<0, size>(k0, bulge, above);
+      if (k0 + 1 < end_) {
+        find_next(k0 + 1, first_column, bulge);
+      }
+      if (k0 > begin) {
+        reflect_columns<size>(before, k0 - size);
+      }
+      if constexpr (size == 2) {
+        block[1] = {bulge.next.tau, bulge.next.v1, bulge.next.v2};
+        move<1, size>(k0, bulge, above);
+        if (k0 + 2 < end_) {
+          find_next(k0 + 2, first_column, bulge);
         }
       }
       reflect_rows<size>(block, k0);
@@ -332,9 +348,15 @@ class Francis {
   // holds zeros, whatever the bulge does.
   OVERTONE_INLINE void find_next(int64_t k, const V (&first_column)[3], Bulge& bulge) {
     const V zero{}, one = zero + 1, row = zero + static_cast<A>(k), least = zero + kNothing<A> * kNothing<A>;
-    const Mask<A> inside = less_equal(first_, row) & less(row, last_), moves = inside & less(first_, row);
-    const V p = select(moves, bulge.x[0][0], first_column[0]), q = select(moves, bulge.x[1][0], first_column[1]);
-    const V r = select(less(row + 1, last_), select(moves, bulge.x[2][0], first_column[2]), zero);
+    V p = bulge.x[0][0], q = bulge.x[1][0], r = bulge.x[2][0];
+    Mask<A> inside = less(row, last_), moves = inside;
+    if (k <= last_begin_) {
+      inside = inside & less_equal(first_, row);
+      moves = inside & less(first_, row);
+      p = select(moves, p, first_column[0]), q = select(moves, q, first_column[1]);
+      r = select(moves, r, first_column[2]);
+    }
+    r = select(less(row + 1, last_), r, zero);
     const V squares = p * p + q * q + r * r;
     const Mask<A> on = inside & less(least, squares);
     const V length = square_root(larger<A>(squares, least));
@@ -352,15 +374,11 @@ class Francis {
   }
 
   // Applies reflector i of a block that begins at row k0 to all that the next one depends on, and moves the bulge down
-  // by a row. Its new column gets the earlier reflectors of the block first; rows of the block above it get reflector
-  // i.
-  OVERTONE_INLINE void move(const Reflector<A>* block, int i, int64_t k0, Bulge& bulge) {
+  // by a row. The second reflector's new column gets the first one before it, and the first one's row gets the second.
+  template <int i, int size>
+  OVERTONE_INLINE void move(int64_t k0, Bulge& bulge, Above& above) {
     const int64_t k = k0 + i;
     const Reflector<A> reflector = bulge.next;
-    OVERTONE_UNROLL
-    for (int b = 0; b < i; ++b) {
-      reflect(block[b], h_.row(k0 + b)[k + 2], h_.row(k0 + b + 1)[k + 2], h_.row(k0 + b + 2)[k + 2]);
-    }
     V x[4][3];
     OVERTONE_UNROLL
     for (int r = 0; r < 3; ++r) {
@@ -368,6 +386,13 @@ class Francis {
     }
     x[3][0] = x[3][1] = V{};
     x[3][2] = k + 3 <= end_ ? h_.row(k + 3)[k + 2] : V{};
+    if constexpr (i == 1) {
+      V* row = h_.row(k0) + k;
+      V corner = row[2];
+      reflect(above.reflector, corner, x[0][2], x[1][2]);
+      reflect(reflector, above.x[0], above.x[1], corner);
+      row[0] = above.x[0], row[1] = above.x[1], row[2] = corner;
+    }
     OVERTONE_UNROLL
     for (int c = 0; c < 3; ++c) {
       reflect(reflector, x[0][c], x[1][c], x[2][c]);
@@ -377,19 +402,19 @@ class Francis {
       reflect(reflector, x[r][0], x[r][1], x[r][2]);
       bulge.x[r - 1][0] = x[r][0], bulge.x[r - 1][1] = x[r][1], bulge.x[r - 1][2] = x[r][2];
     }
-    OVERTONE_UNROLL
-    for (int b = 0; b < i; ++b) {
-      V* row = h_.row(k0 + b) + k;
-      reflect(reflector, row[0], row[1], row[2]);
-    }
     reflect(reflector, x[0][0], x[0][1], x[0][2]);
     V* row = h_.row(k) + k;
-    row[0] = x[0][0], row[1] = x[0][1], row[2] = x[0][2];
+    row[0] = x[0][0];
+    if constexpr (i + 1 < size) {
+      above.x[0] = x[0][1], above.x[1] = x[0][2];
+    } else {
+      row[1] = x[0][1], row[2] = x[0][2];
+    }
   }
 
   // A block's columns beside the bulges.
   template <int size>
-  OVERTONE_INLINE void reflect_columns(const Reflector<A>* stored, int64_t k0) {
+  OVERTONE_INLINE void reflect_columns(const StoredReflector<A>* stored, int64_t k0) {
     const LocalBlock<size, A> block(stored);
     const auto reflect_rows_of = [&](const auto& matrix, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -405,7 +430,7 @@ class Francis {
 
   // A block's rows beside the bulges.
   template <int size>
-  OVERTONE_INLINE void reflect_rows(const Reflector<A>* stored, int64_t k0) {
+  OVERTONE_INLINE void reflect_rows(const StoredReflector<A>* stored, int64_t k0) {
     const LocalBlock<size, A> block(stored);
     V* rows[size + 2];
     OVERTONE_UNROLL
@@ -427,6 +452,7 @@ class Francis {
   V *real_, *imag_;
   V first_, last_;       // windows; last = −1 where a lane is done
   int64_t begin_, end_;  // the rows of all windows
+  int64_t last_begin_;   // the row below which no window begins
   struct {
     V a, b, c, d;
   } corner_;  // the last two rows and columns of every window

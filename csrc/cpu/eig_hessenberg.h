@@ -120,35 +120,42 @@ class Hessenberg {
     set_pending(0, select(matrices, one + one / root, zero));
   }
 
-  // The reflector that clears column k below the subdiagonal, from the column as the pending update leaves it.
+  // The reflector that clears column k below the subdiagonal, from the column as the pending update leaves it. Its
+  // squares need no scaling: balancing has seen to the matrix's size, and a column of nothing is left as it is.
   S next_reflector(int64_t k) {
     const S zero{}, one = zero + 1;
     const S w = number(w_, k), v = number(v_, k);
-    S size = zero;
-    for (int64_t i = k + 1; i < n_; ++i) {
-      const S x = at(i, k) - number(v_, i) * w - number(z_, i) * v;
-      number(next_v_, i) = x;
-      size = Traits::maximum(size, Traits::magnitude(x));
-    }
-    const Flag some = less(zero + kNothing<A>, size);
-    const S scale = select(some, size, one), per_scale = one / scale;
-    const S x = number(next_v_, k + 1) * per_scale;
-    S squares = zero;
-    for (int64_t i = k + 2; i < n_; ++i) {
-      const S part = number(next_v_, i) * per_scale;
-      squares += part * part;
-    }
-    const Flag on = some & less(zero, squares) & Traits::negated(split_);
-    const S length = square_root(x * x + squares);
+    const auto updated = [&](int64_t i) { return at(i, k) - number(v_, i) * w - number(z_, i) * v; };
+    const S x = updated(k + 1);
+    const S squares = sum_in_pairs(k + 2, [&](int64_t i) {
+      const S y = updated(i);
+      number(next_v_, i) = y;
+      return y * y;
+    });
+    const S all = x * x + squares;
+    const Flag on = less(zero, squares) & less(zero + kNothing<A> * kNothing<A>, all) & Traits::negated(split_);
+    const S length = square_root(all);
     const S alpha = select(on, select(less(x, zero), length, -length), one);
-    const S per_difference = select(on, per_scale / select(on, x - alpha, one), zero);
+    const S per_difference = select(on, one / select(on, x - alpha, one), zero);
     for (int64_t i = k + 2; i < n_; ++i) {
       number(next_v_, i) *= per_difference;
     }
-    subdiagonal_ = select(split_, zero, select(on, alpha * scale, number(next_v_, k + 1)));
+    subdiagonal_ = select(split_, zero, select(on, alpha, x));
     number(next_v_, k + 1) = one;
     number(next_v_, k) = zero;
     return select(on, (alpha - x) / alpha, zero);
+  }
+
+  // The sum of term(i) for i from `begin` to n, even and odd ones apart: two chains of additions instead of one.
+  template <class Term>
+  OVERTONE_INLINE S sum_in_pairs(int64_t begin, const Term& term) const {
+    S even{}, odd{};
+    int64_t i = begin;
+    for (; i + 2 <= n_; i += 2) {
+      even += term(i);
+      odd += term(i + 1);
+    }
+    return i < n_ ? even + odd + term(i) : even + odd;
   }
 
   // Applies the pending update to columns from k on and forms next_z = A next_v, next_w = next_vᵀ A.
@@ -165,12 +172,23 @@ class Hessenberg {
 
   template <bool left>
   void update_rows(int64_t begin, int64_t end, int64_t k) {
+    constexpr int kRows = 4;
     int64_t i = begin;
-    for (; i + 4 <= end; i += 4) {
-      update_block<4, left>(i, k);
+    for (; i + kRows <= end; i += kRows) {
+      update_block<kRows, left>(i, k);
     }
-    for (; i < end; ++i) {
-      update_block<1, left>(i, k);
+    update_last_block<kRows - 1, left>(end - i, i, k);
+  }
+
+  // The rows below the last whole block, at most `most`, in a block of their own.
+  template <int most, bool left>
+  OVERTONE_INLINE void update_last_block(int64_t rows, int64_t i, int64_t k) {
+    if constexpr (most > 0) {
+      if (rows == most) {
+        update_block<most, left>(i, k);
+      } else {
+        update_last_block<most - 1, left>(rows, i, k);
+      }
     }
   }
 
@@ -228,16 +246,16 @@ class Hessenberg {
 
   // From next_v, which begins at `begin`, A next_v and next_vᵀ A.
   void set_pending(int64_t begin, S tau) {
-    S product{};
-    for (int64_t i = begin; i < n_; ++i) {
-      product += number(next_v_, i) * number(next_z_, i);
+    const S gamma =
+        tau * tau * sum_in_pairs(begin, [&](int64_t i) { return number(next_v_, i) * number(next_z_, i); });
+    for (int64_t i = 0; i < begin; ++i) {
+      number(v_, i) = number(w_, i) = S{};
+      number(z_, i) = tau * number(next_z_, i);
     }
-    const S gamma = tau * tau * product;
-    for (int64_t i = 0; i < n_; ++i) {
-      const bool has_part = i >= begin;
-      number(v_, i) = has_part ? number(next_v_, i) : S{};
-      number(w_, i) = has_part ? tau * number(next_w_, i) : S{};
-      number(z_, i) = tau * number(next_z_, i) - gamma * number(v_, i);
+    for (int64_t i = begin; i < n_; ++i) {
+      number(v_, i) = number(next_v_, i);
+      number(w_, i) = tau * number(next_w_, i);
+      number(z_, i) = tau * number(next_z_, i) - gamma * number(next_v_, i);
     }
   }
 

@@ -364,15 +364,15 @@ class EigGroup {
 };
 
 template <class A>
-void eig_groups(const Eig& call, int64_t begin, int64_t end) {
-  EigGroup<A> group(call);
-  for (int64_t i = begin; i < end; ++i) {
-    group.solve(i);
+void eig_groups(const Eig& call, WorkQueue& groups) {
+  EigGroup<A> solver(call);
+  for (int64_t group = take_item(groups); group >= 0; group = take_item(groups)) {
+    solver.solve(group);
   }
 }
 
-inline void eig(const Eig& call, int64_t begin, int64_t end) {
-  call.is_float64 ? eig_groups<double>(call, begin, end) : eig_groups<float>(call, begin, end);
+inline void eig(const Eig& call, WorkQueue& groups) {
+  call.is_float64 ? eig_groups<double>(call, groups) : eig_groups<float>(call, groups);
 }
 
 inline int64_t eig_lanes(bool is_float64) { return is_float64 ? kLanes<double> : kLanes<float>; }

@@ -94,7 +94,8 @@ void solve_range(const Eig& call, const EigKernels& kernels, const Tensor& like,
     const Eig one = only<A>(call, index);
     copy_matrix(call.matrices, index, call.n, call.n, static_cast<A*>(matrix.data_ptr()));
     if (!solve_one<A>(matrix, one)) {
-      kernels.eig(one, 0, 1);
+      WorkQueue only_group{0, 1};
+      kernels.eig(one, only_group);
     }
   }
 }

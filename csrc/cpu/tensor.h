@@ -71,12 +71,13 @@ inline std::vector<int64_t> leading_offsets(const Tensor& tensor, int64_t dims) 
   return offsets;
 }
 
-// Every thread takes items until there are none left, whatever range it was given.
+// Every thread takes items until there are none left, whatever range it was given. `grain` of them are worth waking a
+// thread for.
 template <class Work>
-void for_items(int64_t items, const Work& work) {
+void for_items(int64_t items, const Work& work, int64_t grain = 1) {
   WorkQueue queue{0, items};
   if (items > 0) {
-    torch::stable::parallel_for(0, items, 1, [&](int64_t, int64_t) { work(queue); });
+    torch::stable::parallel_for(0, items, grain, [&](int64_t, int64_t) { work(queue); });
   }
 }
 

@@ -92,12 +92,12 @@ library.define(f"eig_ex({_ARGUMENTS}) -> {_RESULTS}", fake=_fake_eig)
 library.define_raising(f"eig({_ARGUMENTS}, str function) -> {_RESULTS}", solver="eig_ex", fake=_fake_eig)
 
 
-def _gradient(grad_values, grad_vectors, values, right, left, info) -> Tensor:
+def _gradient(grad_values, grad_vectors, norm, values, right, left, info) -> Tensor:
     """∂A, real; zero for matrices that were not solved."""
     solved = (info == 0)[..., None, None]
     values, right, left = values.where(solved[..., 0], 0), right.where(solved, 0), left.where(solved, 0)
     grad_values = None if grad_values is None else grad_values.where(solved[..., 0], 0)
-    _raise_defective(grad_values, grad_vectors, values, left)
+    _raise_defective(grad_values, grad_vectors, norm, values, left)
     inner = _inner_gradient(grad_values, None if grad_vectors is None else grad_vectors.where(solved, 0), values, right)
     left = left.where(left.isfinite(), 0)  # of eigenvalues without a derivative that the loss does not use
     return (left @ inner @ right.mH).real.contiguous()
@@ -138,18 +138,21 @@ def _of_matrix(member: list[int]) -> str:
     return f" of matrix {tuple(member)}" if member else ""
 
 
-def _raise_defective(grad_values: Tensor | None, grad_vectors: Tensor | None, values: Tensor, left: Tensor) -> None:
+def _raise_defective(
+    grad_values: Tensor | None, grad_vectors: Tensor | None, norm: Tensor, values: Tensor, left: Tensor
+) -> None:
     """An eigenvalue whose left and right eigenvectors are orthogonal to rounding has no derivative.
 
-    ‖w‖ is its condition number. Near a defective matrix two eigenvalues are closer than their errors, and it is
-    at least of the size of 1/√ε.
+    ‖w‖ is its condition number. Near a defective matrix it is at least of the size of 1/√ε, and eigenvalues are closer
+    than their errors: A + E with ‖E‖ = e spreads m equal ones over a circle of radius δ = e^(1/m), where their condition
+    number is δ/(m e) and their distance 2δ sin(π/m), at most 2π e times it. e is up to 2 ε ‖A‖.
     """
     n, eps = values.shape[-1], torch.finfo(values.dtype).eps
     condition = torch.linalg.vector_norm(left, dim=-2)
     gaps = (values[..., None, :] - values[..., :, None]).abs()
     gaps = gaps.masked_fill(torch.eye(n, dtype=torch.bool, device=values.device), math.inf)
     nearest = gaps.amin(-1) if n else gaps.sum(-1)
-    blurred = 4 * eps * condition * _size(values)[..., None] >= nearest
+    blurred = 2 * math.pi * 2 * eps * norm[..., None] * condition >= nearest
     defective = ~(condition <= 1 / eps) | ((condition >= 0.1 / math.sqrt(eps)) & blurred)
     used = torch.zeros_like(defective) if grad_values is None else grad_values != 0
     if grad_vectors is not None:  # an eigenvector's gradient goes through every eigenvalue of its matrix
@@ -163,14 +166,14 @@ def _raise_defective(grad_values: Tensor | None, grad_vectors: Tensor | None, va
         )
 
 
-def _fake_gradient(grad_values, grad_vectors, values, right, left, info) -> Tensor:
+def _fake_gradient(grad_values, grad_vectors, norm, values, right, left, info) -> Tensor:
     return right.new_empty(right.shape, dtype=torch.float64 if right.dtype == torch.complex128 else torch.float32)
 
 
 # An op of its own, opaque to torch.compile, because it may raise.
 library.define(
-    "eig_gradient(Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor eigenvalues, Tensor right, Tensor left,"
-    " Tensor info) -> Tensor grad_A",
+    "eig_gradient(Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor norm, Tensor eigenvalues, Tensor right,"
+    " Tensor left, Tensor info) -> Tensor grad_A",
     fake=_fake_gradient,
 )
 library.LIBRARY.impl("eig_gradient", _gradient, "CompositeExplicitAutograd")
@@ -180,20 +183,21 @@ def _save(ctx, inputs, output) -> None:
     values, right, left, info = output
     ctx.mark_non_differentiable(left, info)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(values, right, left, info)
+    norm = _size(inputs[0].detach().abs().sum(-1))
+    ctx.save_for_backward(norm, values, right, left, info)
     ctx.others = len(inputs) - 1
 
 
 def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _grad_left, _grad_info):
-    values, right, left, info = ctx.saved_tensors
+    norm, values, right, left, info = ctx.saved_tensors
     if grad_values is None and grad_vectors is None:
         return (None,) * (1 + ctx.others)
     if torch.is_grad_enabled():  # to be differentiated again: W as a function of V
         unit = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
         left = reference.linalg.inverse(right.where((info == 0)[..., None, None], unit)).mH
-        grad = _gradient(grad_values, grad_vectors, values, right, left, info)
+        grad = _gradient(grad_values, grad_vectors, norm, values, right, left, info)
     else:
-        grad = torch.ops.overtone.eig_gradient(grad_values, grad_vectors, values, right, left, info)
+        grad = torch.ops.overtone.eig_gradient(grad_values, grad_vectors, norm, values, right, left, info)
     return grad, *(None,) * ctx.others
 
 
