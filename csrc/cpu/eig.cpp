@@ -27,11 +27,13 @@ const EigKernels& kernels(const char* op) {
 }
 
 // Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as a group of lanes does
-// (scripts/linalg_crossovers; the figure for AVX-512 is that of a machine whose LAPACK uses it too). Threads must not
-// matter, or they would change the bits.
+// (scripts/linalg_crossovers; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads must
+// not matter, or they would change the bits.
 bool is_for_lanes(const Eig& call, int64_t groups) {
   const bool is_wide = vector_isa() == Isa::avx512;
-  const int64_t worth = is_wide ? 90 : call.right != nullptr ? 70 : 110;
+  const int64_t worth_of_values = !is_wide ? 110 : call.is_float64 ? 100 : 65;
+  const int64_t worth_of_vectors = !is_wide ? 70 : call.is_float64 ? 50 : 40;
+  const int64_t worth = call.right != nullptr ? worth_of_vectors : worth_of_values;
   return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * worth;
 }
 

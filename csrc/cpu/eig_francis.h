@@ -347,7 +347,8 @@ class Francis {
   // The reflector of row k, which starts or moves the bulge, and the element left of it. Below that element memory
   // holds zeros, whatever the bulge does.
   OVERTONE_INLINE void find_next(int64_t k, const V (&first_column)[3], Bulge& bulge) {
-    const V zero{}, one = zero + 1, row = zero + static_cast<A>(k), least = zero + kNothing<A> * kNothing<A>;
+    const V zero{}, one = zero + 1, least = zero + kNothing<A> * kNothing<A>;
+    const V row = broadcast(static_cast<A>(k)), below = broadcast(static_cast<A>(k + 1));
     V p = bulge.x[0][0], q = bulge.x[1][0], r = bulge.x[2][0];
     Mask<A> inside = less(row, last_), moves = inside;
     if (k <= last_begin_) {
@@ -356,7 +357,7 @@ class Francis {
       p = select(moves, p, first_column[0]), q = select(moves, q, first_column[1]);
       r = select(moves, r, first_column[2]);
     }
-    r = select(less(row + 1, last_), r, zero);
+    r = select(less(below, last_), r, zero);
     const V squares = p * p + q * q + r * r;
     const Mask<A> on = inside & less(least, squares);
     const V length = square_root(larger<A>(squares, least));
@@ -379,13 +380,12 @@ class Francis {
   OVERTONE_INLINE void move(int64_t k0, Bulge& bulge, Above& above) {
     const int64_t k = k0 + i;
     const Reflector<A> reflector = bulge.next;
-    V x[4][3];
+    V x[3][3];
     OVERTONE_UNROLL
     for (int r = 0; r < 3; ++r) {
       x[r][0] = bulge.x[r][1], x[r][1] = bulge.x[r][2], x[r][2] = h_.row(k + r)[k + 2];
     }
-    x[3][0] = x[3][1] = V{};
-    x[3][2] = k + 3 <= end_ ? h_.row(k + 3)[k + 2] : V{};
+    const V bottom = k + 3 <= end_ ? h_.row(k + 3)[k + 2] : V{};  // of the row below, which begins with it
     if constexpr (i == 1) {
       V* row = h_.row(k0) + k;
       V corner = row[2];
@@ -398,10 +398,13 @@ class Francis {
       reflect(reflector, x[0][c], x[1][c], x[2][c]);
     }
     OVERTONE_UNROLL
-    for (int r = 1; r < 4; ++r) {
+    for (int r = 1; r < 3; ++r) {
       reflect(reflector, x[r][0], x[r][1], x[r][2]);
       bulge.x[r - 1][0] = x[r][0], bulge.x[r - 1][1] = x[r][1], bulge.x[r - 1][2] = x[r][2];
     }
+    const V t = reflector.v2 * bottom;
+    bulge.x[2][0] = -reflector.tau * t, bulge.x[2][1] = -reflector.tau_v1 * t;
+    bulge.x[2][2] = bottom - reflector.tau_v2 * t;
     reflect(reflector, x[0][0], x[0][1], x[0][2]);
     V* row = h_.row(k) + k;
     row[0] = x[0][0];

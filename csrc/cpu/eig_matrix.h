@@ -31,7 +31,7 @@ struct HessenbergLanes {
   int64_t n;
 
   static constexpr int64_t size(int64_t n) { return offset(n, n + 1, n) + 1; }
-  static constexpr int64_t offset(int64_t i, int64_t j, int64_t n) { return i * (n + 3) - i * (i - 1) / 2 + 3 + j; }
+  static constexpr int64_t offset(int64_t i, int64_t j, int64_t n) { return i * (n + 3) - (i * (i - 1) >> 1) + 3 + j; }
 
   OVERTONE_INLINE Vector<A>* row(int64_t i) const { return data + offset(i, 0, n); }
 

@@ -44,9 +44,10 @@ ElementType solver_type(const Tensor& tensor, const char* op, const char* name) 
 // Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as an item of lanes does
 // (scripts/linalg_crossovers; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads must
 // not matter, or they would change the bits.
-bool is_for_lanes(int64_t count, int64_t per_item, int64_t n, bool vectors) {
+bool is_for_lanes(ElementType type, int64_t count, int64_t per_item, int64_t n, bool vectors) {
   const bool is_wide = vector_isa() == Isa::avx512;
-  const int64_t worth = vectors ? (is_wide ? 20 : 40) : (is_wide ? 45 : 50);
+  const int64_t worth_of_vectors = !is_wide ? 40 : type == ElementType::float64 ? 30 : 25;
+  const int64_t worth = vectors ? worth_of_vectors : is_wide ? 45 : 50;
   const int64_t items = (count + per_item - 1) / per_item;
   return n <= 16 || items * n <= count * worth;
 }
@@ -72,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   call.info = static_cast<int32_t*>(info.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.info, call.a.count, 0);
-  } else if (const auto& run = kernels(op); is_for_lanes(call.a.count, run.matrices_per_item(call), call.n, vectors)) {
+  } else if (const auto& run = kernels(op); is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
     for_items(call.a.count, run.matrices_per_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
@@ -122,7 +123,7 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   if (call.n == 0) {
     std::fill_n(call.pair, 2 * call.vectors.count, -1);
   } else if (const auto& run = kernels(op);
-             is_for_lanes(call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
+             is_for_lanes(call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
     for_items(call.vectors.count, run.matrices_per_backward_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   } else {
