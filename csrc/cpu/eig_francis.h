@@ -262,11 +262,10 @@ class Francis {
   // Whole blocks of one or two reflectors from row k0 on. A block is applied to the rest of its rows at its end, and to
   // the rest of its columns during the next block. Returns the row after the last block.
   template <int size>
-  int64_t chase_blocks(int64_t k0, const V (&first_column)[3], Bulge& in_memory) {
+  OVERTONE_INLINE int64_t chase_blocks(int64_t k0, const V (&first_column)[3], Bulge& bulge) {
     const int64_t begin = k0;
     StoredReflector<A> blocks[2][size];
     StoredReflector<A>*block = blocks[0], *before = blocks[1];
-    Bulge bulge = in_memory;
     for (; k0 + size <= end_; k0 += size) {
       Above above{bulge.next, {}};
       block[0] = {bulge.next.tau, bulge.next.v1, bulge.next.v2};
@@ -290,7 +289,6 @@ class Francis {
     if (k0 > begin) {
       reflect_columns<size>(before, k0 - size);
     }
-    in_memory = bulge;
     return k0;
   }
 
