@@ -246,8 +246,7 @@ class Hessenberg {
 
   // From next_v, which begins at `begin`, A next_v and next_vᵀ A.
   void set_pending(int64_t begin, S tau) {
-    const S gamma =
-        tau * tau * sum_in_pairs(begin, [&](int64_t i) { return number(next_v_, i) * number(next_z_, i); });
+    const S gamma = tau * tau * sum_in_pairs(begin, [&](int64_t i) { return number(next_v_, i) * number(next_z_, i); });
     for (int64_t i = 0; i < begin; ++i) {
       number(v_, i) = number(w_, i) = S{};
       number(z_, i) = tau * number(next_z_, i);

@@ -73,7 +73,8 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   call.info = static_cast<int32_t*>(info.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.info, call.a.count, 0);
-  } else if (const auto& run = kernels(op); is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
+  } else if (const auto& run = kernels(op);
+             is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
     for_items(call.a.count, run.matrices_per_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
@@ -122,8 +123,8 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   call.pair = static_cast<int32_t*>(pair.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.pair, 2 * call.vectors.count, -1);
-  } else if (const auto& run = kernels(op);
-             is_for_lanes(call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
+  } else if (const auto& run = kernels(op); is_for_lanes(
+                 call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
     for_items(call.vectors.count, run.matrices_per_backward_item(call), call.n,
               [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   } else {

@@ -144,8 +144,8 @@ def _raise_defective(
     """An eigenvalue whose left and right eigenvectors are orthogonal to rounding has no derivative.
 
     ‖w‖ is its condition number. Near a defective matrix it is at least of the size of 1/√ε, and eigenvalues are closer
-    than their errors: A + E with ‖E‖ = e spreads m equal ones over a circle of radius δ = e^(1/m), where their condition
-    number is δ/(m e) and their distance 2δ sin(π/m), at most 2π e times it. e is up to 2 ε ‖A‖.
+    than their errors: A + E with ‖E‖ = e spreads m equal ones over a circle of radius δ = e^(1/m), where their
+    condition number is δ/(m e) and their distance 2δ sin(π/m), at most 2π e times it. e is up to 2 ε ‖A‖.
     """
     n, eps = values.shape[-1], torch.finfo(values.dtype).eps
     condition = torch.linalg.vector_norm(left, dim=-2)
