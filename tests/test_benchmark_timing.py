@@ -23,6 +23,22 @@ def test_contenders_take_turns():
     assert turns == ["A", "B"] * PLAN.rounds
 
 
+def test_a_turn_repeats_the_call_until_its_time_is_over(clock):
+    assert timing.time_slice(Call(lambda _: clock.sleep(1.0)), 2.5) == [1.0, 1.0, 1.0]
+    assert timing.time_slice(Call(lambda _: clock.sleep(4.0)), 2.5) == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("clean", "rounds"), [(timing.ENOUGH_ROUNDS, 10), (timing.ENOUGH_ROUNDS - 1, 10 * timing.PATIENCE)]
+)
+def test_patience_ends_with_enough_clean_rounds(clock, monkeypatch, clean, rounds):
+    loads = iter([0.0] * clean + [1.0] * 1000)
+    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda load=next(loads): load))
+    plan = timing.Plan(rounds=100, seconds=10.0, slice_seconds=0.0)
+    measurement = timing.interleave({"A": Call(lambda _: clock.sleep(1.0))}, plan)
+    assert (measurement.undisturbed_rounds, measurement.rounds) == (clean, rounds)
+
+
 def test_ratios_minimum_and_median(clock):
     seconds = iter([9.0, 1.0, 2.0, 4.0, 8.0, 9.0])  # the first call is the check's, the last one memory's
 
