@@ -33,7 +33,7 @@ def test_a_turn_repeats_the_call_until_its_time_is_over(clock):
 )
 def test_patience_ends_with_enough_clean_rounds(clock, monkeypatch, clean, rounds):
     loads = iter([0.0] * clean + [1.0] * 1000)
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda load=next(loads): load))
+    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: next(loads)))
     plan = timing.Plan(rounds=100, seconds=10.0, slice_seconds=0.0)
     measurement = timing.interleave({"A": Call(lambda _: clock.sleep(1.0))}, plan)
     assert (measurement.undisturbed_rounds, measurement.rounds) == (clean, rounds)
