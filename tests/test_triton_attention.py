@@ -92,7 +92,7 @@ def case_tokens(form, dtype, tokens):
 
 
 @pytest.mark.parametrize(
-    "dtype, width", [*((d, w) for d in DTYPES for w in (8, 72, 128)), (DTYPES[0], 80), (DTYPES[1], 88)]
+    "dtype, width", [*((d, w) for d in DTYPES for w in (8, 72, 128)), (DTYPES[0], 80), (DTYPES[1], 88), (DTYPES[1], 20)]
 )
 def case_widths(dtype, width):
     check(*random_calls(batch=1, queries=19, width=width, channels=width + 3, dtype=dtype))

@@ -1,7 +1,7 @@
 """Device functions that attention's forward and backward share, on tiles of BM queries, BN keys and BD head columns.
 
 A head of width D lies in tiles of BD columns, the next power of two; what lies beyond D is masked, never copied.
-Logits are in base 2: exp2(b_s) is exp(scale · q kᵀ + bias), as the launchers multiply `scale` by log2(e).
+Logits are in base 2: exp2(b_s) is exp(scale · q kᵀ + bias), as logit_scale is scale · log2(e).
 The way to an image, a head or a tile is one int64 number. Inside a tile offsets are int32, which saves registers; the
 launchers see to it that no tile spans 2³¹ elements.
 """

@@ -44,8 +44,9 @@ TILES = {
 # masked: with attn_mask, whose tile takes registers too. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
 # one after the other, where registers do not hold both. "-": no blocks fit, or none are needed. gfx1100 has no matrix
 # instructions for float32, and its registers do not hold a tile of wide heads then (16 × 16 logits spill 164 bytes).
-# Cells of which tests/attention_blocks.csv has candidates are what the script derives now. The others are of an earlier
-# version of it, which passed over blocks with fewer stages than some that spill; they fit, but may not be the fastest.
+# Cells of which tests/attention_blocks.csv has candidates are what the script derives now. The others fit, but may not
+# be the fastest: an earlier version of the script passed over blocks with fewer stages than some that spill, and where
+# its choice spilled in calls that came later (most of them TF32), some that fit were taken, large tiles tried first.
 _TABLE = """
 dtype width mask   kernel             sm_80         sm_90         gfx942        gfx1100
 half  any   any    projection         128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.2
