@@ -76,12 +76,6 @@ def script():
     return module
 
 
-def shipped_cells(script):
-    """(column, row) -> cell of the table."""
-    header, *lines = (line.split() for line in script.configs._TABLE.strip().splitlines())
-    return {(column, script.Row(*line[:4])): line[i] for line in lines for i, column in enumerate(header) if i > 3}
-
-
 def test_the_table_is_what_the_script_derives(script, monkeypatch):
     """From what compilation said of candidates when it ran, where that is recorded: nothing is compiled here."""
 
@@ -89,11 +83,11 @@ def test_the_table_is_what_the_script_derives(script, monkeypatch):
         pytest.fail(f"not in {script.RECORD.name}: {search.column} {search.row} {blocks}; run scripts/attention_blocks")
 
     monkeypatch.setattr(script.Search, "compile", not_recorded)
-    record = script.Record(script.RECORD, resume=True)
+    record = script.Record(script.RECORD)
     recorded = {(column, script.Row(*row)) for *row, column, _ in record.verdicts}
-    assert recorded <= set(shipped_cells(script))
+    assert recorded <= set(script.shipped(script.configs._TABLE))
     for column in script.configs.COLUMNS:
-        cells = {row: cell for (place, row), cell in shipped_cells(script).items() if place == column}
+        cells = {row: cell for (place, row), cell in script.shipped(script.configs._TABLE).items() if place == column}
         for row in script.rows():
             if (column, row) in recorded:
                 assert script.cell(row, column, cells, record) == cells[row], (column, row)
@@ -101,17 +95,17 @@ def test_the_table_is_what_the_script_derives(script, monkeypatch):
 
 def test_every_cell_is_a_candidate_of_the_script(script):
     """Also those that are not recorded."""
-    for (column, row), cell in shipped_cells(script).items():
+    for (column, row), cell in script.shipped(script.configs._TABLE).items():
         assert cell == "-" or cell in map(script.as_cell, script.every_blocks(row, column))
 
 
 @pytest.mark.slow
 def test_what_compilation_says(script):
     """For a sample that takes few compilations: what is derived from it is the table, and what is recorded is right."""
-    recorded = script.Record(script.RECORD, resume=True).verdicts
+    recorded = script.Record(script.RECORD).verdicts
     for column, kernel in (("sm_80", "projection"), ("gfx942", "projection"), ("gfx942", "basis_gradient")):
         row, anew = script.Row("half", "any", "any", kernel), script.Record()
-        assert script.cell(row, column, {}, anew) == shipped_cells(script)[column, row]
+        assert script.cell(row, column, {}, anew) == script.shipped(script.configs._TABLE)[column, row]
         known = {key: verdict for key, verdict in recorded.items() if key[:5] == (*row, column)}
         assert known in ({}, anew.verdicts)
     assert known
@@ -160,7 +154,7 @@ def test_what_a_call_may_ask_for_is_compiled(aot):
     """Both kinds of masks, causal, TF32, and inference, which keeps nothing for backward."""
     from overtone.triton_kernels import attention_configs
 
-    masks = {(False, None), (False, torch.bool), (True, torch.float32)}
+    masks = {(False, None), (False, torch.uint8), (False, torch.float32), (True, torch.float32)}
     for name in aot.ARCHITECTURES:
         half = (torch.bfloat16, torch.float16)
         wanted = {(dtype, "ieee", *mask) for dtype in half for mask in masks | {(True, None)}}
@@ -318,6 +312,15 @@ def test_machine_code(machine_code, name, architecture):
     assert re.search(r"st\.global\S*\.v[24]\.b32", code), "no vectorised store"
     if kernel.options["num_stages"] > 1:
         assert re.search(r"cp\.async", code), "loads are not asynchronous"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "key_value_gradient", "query_gradient"])
+def test_heads_that_16_does_not_divide_are_loaded_in_vectors(aot, name):
+    """Not element by element."""
+    kernel = next(k for k in aot.kernels(torch.bfloat16, "sm_80") if k.name == name and k.launch.meta["D"] == 72)
+    code = aot.build(kernel, aot.ARCHITECTURES["sm_80"]).asm["ptx"]
+    assert not re.search(r"ld\.global\S*\.b16", code)
 
 
 class DispatchedBytes(TorchDispatchMode):

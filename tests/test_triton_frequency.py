@@ -10,21 +10,13 @@ from triton_process import needs_triton, note_launches, run_cases
 import overtone as ot
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_in_the_interpreter():
     run_cases(__file__)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty():
-    """Memory that a kernel forgets to write holds NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

@@ -104,6 +104,16 @@ def test_strides_are_passed_as_they_are(attention):
     assert tuple(values[f"r_s{d}"] for d in "bte") == args[5].stride()
 
 
+@pytest.mark.parametrize("width, unit", [(64, 1), (80, 1), (72, 8), (88, 8), (20, 1)])
+def test_kernels_are_told_what_divides_strides_that_16_does_not(attention, width, unit):
+    from overtone.triton_kernels.launch import record_launches
+
+    with record_launches() as launches:
+        run_both_ways(attention, random_call(2, 3, 33, 33, width, 200, torch.float16, packed=True))
+    assert {launch.meta["UNIT"] for launch in launches if "UNIT" in launch.meta} == {unit}
+    assert sum("UNIT" in launch.meta for launch in launches) == 3
+
+
 @pytest.mark.parametrize(
     "name, wanted",
     [
@@ -174,9 +184,9 @@ def test_tf32_only_where_torch_allows_it(attention):
         torch.set_float32_matmul_precision("highest")
         assert precisions(torch.float32, "sm_80") == {"ieee"}
         torch.set_float32_matmul_precision("high")
-        assert precisions(torch.float32, "sm_80") == {"tf32"}
-        assert precisions(torch.float32, "sm_90") == {"tf32"}
-        for without in ("sm_86", "sm_89", "sm_100", "sm_120", "gfx942"):
+        for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
+            assert precisions(torch.float32, name) == {"tf32"}
+        for without in ("sm_75", "gfx942", "gfx1100"):
             assert precisions(torch.float32, without) == {"ieee"}
         assert precisions(torch.float16, "sm_80") == {"ieee"}
     finally:

@@ -6,6 +6,7 @@ Empty inputs need no case of their own: an empty grid is not launched, and a ker
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +47,16 @@ class _Call:
         self.table = configs.table(
             architecture(query.device), query.dtype, precision, self.width, attn_mask is not None
         )
-        self.inputs = *_strided(query, 4), *_strided(key, 4), *_strided(value, 4), *_strided(attn_mask, 4)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.view(torch.uint8)  # AMD's compiler branches around every load of a bool
+        qkv = [_strided(x, 4) for x in (query, key, value)]
+        self.inputs = *itertools.chain(*qkv), *_strided(attn_mask, 4)
         self.weights = eigenvalues.contiguous(), *_strided(basis, 2)
         self.sizes = self.heads, self.queries, self.keys
         self.precision = {"PRECISION": precision}
         self.head = {"D": self.width, "BD": self.table.BD, **self.precision}
-        self.logits = {"IS_CAUSAL": is_causal, **self.head}
+        unit = _unit(*(stride for _, *strides, _ in qkv for stride in strides))
+        self.logits = {"IS_CAUSAL": is_causal, "UNIT": unit, **self.head}
         is_empty = 0 in (self.batch, self.width, *self.sizes, self.channels)
         self.tuning_case = self._tuning_case(attn_mask) if autotune.is_on() and not is_empty else None
 
@@ -100,6 +105,14 @@ def _strided(x: Tensor | None, dimensions: int) -> tuple:
     if max(x.stride()[-2:]) >= FAR:
         x = x.contiguous()
     return x, *x.stride()
+
+
+def _unit(*strides: int) -> int:
+    """Which the kernels may take for granted to divide these strides: what 16 bytes hold, so that a load takes as many.
+
+    Triton itself looks for 16. That misses heads 72 or 88 wide, which it would load element by element.
+    """
+    return 8 if all(stride % 8 == 0 for stride in strides) and any(stride % 16 for stride in strides) else 1
 
 
 def _dot_precision(query: Tensor) -> str:

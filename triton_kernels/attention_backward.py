@@ -102,7 +102,7 @@ def key_value_gradient_kernel(
     p_q, q_sb, q_sh, q_st, q_sd, p_k, k_sb, k_sh, k_st, k_sd, p_v, v_sb, v_sh, v_st, v_sd,
     p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_grad_heads, p_rows, p_delta, p_grad_k, p_grad_v,
     scale, logit_scale, n_heads, n_queries, n_keys,
-    D: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
     """∂K and ∂V of a block of keys, over all queries. Everything is transposed, so that no tile has to be."""
@@ -110,20 +110,20 @@ def key_value_gradient_kernel(
     o_m, o_n = tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None]
     if p_mask is not None:
         p_mask = at_head(p_mask, i_b, i_h, mask_sb, mask_sh)
-    p_q = at_head(p_q, i_b, i_h, q_sb, q_sh)
+    p_q = at_head(p_q, i_b, i_h, q_sb, q_sh, UNIT)
     p_do = at_head(p_grad_heads, i_b, i_h, mul64(n_queries, n_heads * D), D)
     p_rows = at_head(p_rows, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
     p_delta = at_head(p_delta, i_b, i_h, n_heads * n_queries, n_queries)
-    b_k = load_head(at_head(p_k, i_b, i_h, k_sb, k_sh), k_st, k_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
+    b_k = load_head(at_head(p_k, i_b, i_h, k_sb, k_sh, UNIT), k_st, k_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
     if p_grad_k is not None:
-        b_v = load_head(at_head(p_v, i_b, i_h, v_sb, v_sh), v_st, v_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
+        b_v = load_head(at_head(p_v, i_b, i_h, v_sb, v_sh, UNIT), v_st, v_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
     b_dk = tl.zeros([BN, BD], dtype=tl.float32)
     b_dv = tl.zeros([BN, BD], dtype=tl.float32)
     i_first = 0
     if IS_CAUSAL:
         i_first = i_n // BM * BM  # earlier queries see none of these keys
     for i_m in range(i_first, n_queries, BM):
-        b_q = load_head(p_q, q_st, q_sd, i_m, n_queries, D, BM, BD)  # [BM, BD]
+        b_q = load_head(p_q, q_st, q_sd, i_m, n_queries, D, BM, BD, UNIT)  # [BM, BD]
         b_do = load_head(p_do, n_heads * D, 1, i_m, n_queries, D, BM, BD)  # [BM, BD]
         b_max, b_inverse, b_delta = load_softmax_rows(p_rows, p_delta, i_m, n_queries, BM)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * logit_scale  # [BN, BM]
@@ -147,7 +147,7 @@ def query_gradient_kernel(
     p_q, q_sb, q_sh, q_st, q_sd, p_k, k_sb, k_sh, k_st, k_sd, p_v, v_sb, v_sh, v_st, v_sd,
     p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_grad_heads, p_rows, p_delta, p_grad_q, p_grad_logits,
     scale, logit_scale, n_heads, n_queries, n_keys,
-    D: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
     """∂Q of a block of queries, over all keys; with p_grad_logits ∂S [B, H, N, M] too."""
@@ -155,12 +155,12 @@ def query_gradient_kernel(
     o_m, o_n = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     if p_mask is not None:
         p_mask = at_head(p_mask, i_b, i_h, mask_sb, mask_sh)
-    p_k = at_head(p_k, i_b, i_h, k_sb, k_sh)
-    p_v = at_head(p_v, i_b, i_h, v_sb, v_sh)
+    p_k = at_head(p_k, i_b, i_h, k_sb, k_sh, UNIT)
+    p_v = at_head(p_v, i_b, i_h, v_sb, v_sh, UNIT)
     p_do = at_head(p_grad_heads, i_b, i_h, mul64(n_queries, n_heads * D), D)
     p_rows = at_head(p_rows, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
     p_delta = at_head(p_delta, i_b, i_h, n_heads * n_queries, n_queries)
-    b_q = load_head(at_head(p_q, i_b, i_h, q_sb, q_sh), q_st, q_sd, i_m, n_queries, D, BM, BD)  # [BM, BD]
+    b_q = load_head(at_head(p_q, i_b, i_h, q_sb, q_sh, UNIT), q_st, q_sd, i_m, n_queries, D, BM, BD, UNIT)  # [BM, BD]
     b_do = load_head(p_do, n_heads * D, 1, i_m, n_queries, D, BM, BD)  # [BM, BD]
     b_max, b_inverse, b_delta = load_softmax_rows(p_rows, p_delta, i_m, n_queries, BM)
     b_dq = tl.zeros([BM, BD], dtype=tl.float32)
@@ -170,8 +170,8 @@ def query_gradient_kernel(
         if p_grad_logits is None:  # later keys are not seen: their ∂S is zero, but must be written
             i_end = tl.minimum(n_keys, i_m + BM)
     for i_n in range(0, i_end, BN):
-        b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
-        b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
+        b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
+        b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, i_n, o_n, n_keys, IS_CAUSAL)
         b_p = tl.exp2(b_s - b_max[:, None]) * b_inverse[:, None]

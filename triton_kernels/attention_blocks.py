@@ -1,7 +1,7 @@
 """Device functions that attention's forward and backward share, on tiles of BM queries, BN keys and BD head columns.
 
 A head of width D lies in tiles of BD columns, the next power of two; what lies beyond D is masked, never copied.
-Logits are in base 2: exp2(b_s) is exp(scale · q kᵀ + bias), as the launchers multiply `scale` by log2(e).
+Logits are in base 2: exp2(b_s) is exp(scale · q kᵀ + bias), as logit_scale is scale · log2(e).
 The way to an image, a head or a tile is one int64 number. Inside a tile offsets are int32, which saves registers; the
 launchers see to it that no tile spans 2³¹ elements.
 """
@@ -27,9 +27,17 @@ def mul64(a, b):
 
 
 @triton.jit
-def at_head(p_x, i_b, i_h, x_sb, x_sh):
+def as_multiple(stride, UNIT: tl.constexpr):
+    """A stride that is a multiple of UNIT, in a form in which the compiler sees it: it sees only 16 by itself."""
+    if UNIT > 1:
+        stride = stride // UNIT * UNIT
+    return stride
+
+
+@triton.jit
+def at_head(p_x, i_b, i_h, x_sb, x_sh, UNIT: tl.constexpr = 1):
     """The pointer at head i_h of image i_b."""
-    return p_x + mul64(i_b, x_sb) + mul64(i_h, x_sh)
+    return p_x + mul64(i_b, as_multiple(x_sb, UNIT)) + mul64(i_h, as_multiple(x_sh, UNIT))
 
 
 @triton.jit
@@ -62,10 +70,12 @@ def in_head(i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_head(p_x, x_st, x_sd, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def load_head(
+    p_x, x_st, x_sd, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr = 1
+):
     """Tokens [i_t, i_t + BT) of a head, [BT, BD]; zero where there are none, and beyond the head's width."""
     m_tile = in_head(i_t, n_tokens, D, BT, BD)
-    return tl.load(at_tile(p_x, x_st, x_sd, i_t, 0, BT, BD), mask=m_tile, other=0.0)
+    return tl.load(at_tile(p_x, as_multiple(x_st, UNIT), x_sd, i_t, 0, BT, BD), mask=m_tile, other=0.0)
 
 
 @triton.jit
@@ -96,8 +106,8 @@ def mask_logits(b_s, p_mask, mask_sq, mask_sk, i_q, o_q, n_queries, i_k, o_k, n_
         m_s = m_s & (i_k + o_k <= i_q + o_q)
     if p_mask is not None:
         p_tile = p_mask + mul64(i_q, mask_sq) + mul64(i_k, mask_sk) + (o_q * mask_sq + o_k * mask_sk)
-        if p_mask.dtype.element_ty == tl.int1:
-            m_s = tl.load(p_tile, mask=m_s, other=False)
+        if p_mask.dtype.element_ty == tl.uint8:
+            m_s = tl.load(p_tile, mask=m_s, other=0) != 0
         else:
             b_s += LOG2E * tl.load(p_tile, mask=m_s, other=0.0)
     return tl.where(m_s, b_s, float("-inf"))

@@ -27,8 +27,8 @@ from overtone.triton_kernels.blocks import store_statistics, tile_statistics
 # fmt: off
 @triton.jit
 def attend(
-    b_q, p_k, k_st, k_sd, p_v, v_st, v_sd, p_mask, mask_sq, mask_sk, i_m, n_queries, n_keys, scale,
-    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, p_k, k_st, k_sd, p_v, v_st, v_sd, p_mask, mask_sq, mask_sk, i_m, n_queries, n_keys, logit_scale,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
     """softmax(scale · q kᵀ + bias) v of one head for the queries [i_m, i_m + BM), [BM, BD].
@@ -39,9 +39,9 @@ def attend(
     """
     o_m, o_n = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     if WHOLE:
-        b_k = load_head(p_k, k_st, k_sd, 0, n_keys, D, BN, BD)  # [BN, BD]
-        b_v = load_head(p_v, v_st, v_sd, 0, n_keys, D, BN, BD)  # [BN, BD]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [BM, BN]
+        b_k = load_head(p_k, k_st, k_sd, 0, n_keys, D, BN, BD, UNIT)  # [BN, BD]
+        b_v = load_head(p_v, v_st, v_sd, 0, n_keys, D, BN, BD, UNIT)  # [BN, BD]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, 0, o_n, n_keys, IS_CAUSAL)
         b_max = tl.max(b_s, 1)
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
@@ -56,15 +56,15 @@ def attend(
         if IS_CAUSAL:
             i_end = tl.minimum(n_keys, i_m + BM)
         for i_n in range(0, i_end, BN):
-            b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale  # [BM, BN]
+            b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
             b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, i_n, o_n, n_keys, IS_CAUSAL)
             b_next = tl.maximum(b_max, tl.max(b_s, 1))
             b_base = tl.where(b_next == float("-inf"), 0.0, b_next)  # no key yet: −inf − 0, not −inf − −inf
             b_p = tl.exp2(b_s - b_base[:, None])
             b_rescale = tl.exp2(b_max - b_base)
             b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-            b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD)  # [BN, BD]
+            b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
             b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], input_precision=PRECISION)
             b_max = b_next
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
@@ -107,18 +107,19 @@ def finish_tile(
 @triton.jit
 def attention_kernel(
     p_q, q_sb, q_sh, q_st, q_sd, p_k, k_sb, k_sh, k_st, k_sd, p_v, v_sb, v_sh, v_st, v_sd,
-    p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_heads, p_rows, scale, n_heads, n_queries, n_keys,
-    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_heads, p_rows, logit_scale, n_heads, n_queries, n_keys,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
     """A block of queries of one head -> heads [B, N, H·D] and, with p_rows, softmax_rows [B, H, N, 2]."""
     i_b, i_h, i_m = locate_block(n_queries, n_heads, BM)
     if p_mask is not None:
         p_mask = at_head(p_mask, i_b, i_h, mask_sb, mask_sh)
-    b_q = load_head(at_head(p_q, i_b, i_h, q_sb, q_sh), q_st, q_sd, i_m, n_queries, D, BM, BD)  # [BM, BD]
+    b_q = load_head(at_head(p_q, i_b, i_h, q_sb, q_sh, UNIT), q_st, q_sd, i_m, n_queries, D, BM, BD, UNIT)  # [BM, BD]
     b_o, b_max, b_inverse = attend(
-        b_q, at_head(p_k, i_b, i_h, k_sb, k_sh), k_st, k_sd, at_head(p_v, i_b, i_h, v_sb, v_sh), v_st, v_sd,
-        p_mask, mask_sq, mask_sk, i_m, n_queries, n_keys, scale, D, IS_CAUSAL, WHOLE, PRECISION, BM, BN, BD,
+        b_q, at_head(p_k, i_b, i_h, k_sb, k_sh, UNIT), k_st, k_sd,
+        at_head(p_v, i_b, i_h, v_sb, v_sh, UNIT), v_st, v_sd, p_mask, mask_sq, mask_sk,
+        i_m, n_queries, n_keys, logit_scale, D, IS_CAUSAL, WHOLE, PRECISION, UNIT, BM, BN, BD,
     )
     p_head = at_head(p_heads, i_b, i_h, mul64(n_queries, n_heads * D), D)
     store_head(p_head, n_heads * D, b_o, i_m, n_queries, D, BM, BD)
@@ -155,8 +156,8 @@ def projection_kernel(
 def fused_kernel(
     p_q, q_sb, q_sh, q_st, q_sd, p_k, k_sb, k_sh, k_st, k_sd, p_v, v_sb, v_sh, v_st, v_sd,
     p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_eigenvalues, p_basis, basis_sk, basis_se, p_r, r_sb, r_st, r_se,
-    p_y, p_wide, p_statistics, p_heads, p_rows, scale, n_heads, n_queries, n_keys, n_channels,
-    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    p_y, p_wide, p_statistics, p_heads, p_rows, logit_scale, n_heads, n_queries, n_keys, n_channels,
+    D: tl.constexpr, IS_CAUSAL: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PIECES: tl.constexpr,
 ):
     """A block of queries through all heads to y, which is held in PIECES accumulators [BM, BE].
@@ -171,10 +172,12 @@ def fused_kernel(
         p_mask_h = p_mask
         if p_mask is not None:
             p_mask_h = at_head(p_mask, i_b, i_h, mask_sb, mask_sh)
-        b_q = load_head(at_head(p_q, i_b, i_h, q_sb, q_sh), q_st, q_sd, i_m, n_queries, D, BM, BD)  # [BM, BD]
+        p_q_h = at_head(p_q, i_b, i_h, q_sb, q_sh, UNIT)
+        b_q = load_head(p_q_h, q_st, q_sd, i_m, n_queries, D, BM, BD, UNIT)  # [BM, BD]
         b_o, b_max, b_inverse = attend(
-            b_q, at_head(p_k, i_b, i_h, k_sb, k_sh), k_st, k_sd, at_head(p_v, i_b, i_h, v_sb, v_sh), v_st, v_sd,
-            p_mask_h, mask_sq, mask_sk, i_m, n_queries, n_keys, scale, D, IS_CAUSAL, WHOLE, PRECISION, BM, BN, BD,
+            b_q, at_head(p_k, i_b, i_h, k_sb, k_sh, UNIT), k_st, k_sd,
+            at_head(p_v, i_b, i_h, v_sb, v_sh, UNIT), v_st, v_sd, p_mask_h, mask_sq, mask_sk,
+            i_m, n_queries, n_keys, logit_scale, D, IS_CAUSAL, WHOLE, PRECISION, UNIT, BM, BN, BD,
         )
         if p_heads is not None:
             p_head = at_head(p_heads, i_b, i_h, mul64(n_queries, n_heads * D), D)

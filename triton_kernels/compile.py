@@ -184,10 +184,11 @@ def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall
             calls += [call(tokens, width, channels, is_inference=True) for tokens in (197, 1024)]
             if dtype != torch.float32:  # whose blocks are the same with and without a mask
                 calls += [call(tokens, width, channels, is_causal=True) for tokens in (197, 1024)]
-            if (architecture, width) != ("gfx1100", 128):  # where backward spills with any blocks: slow, not wrong
-                calls.append(call(197, width, channels, "bool"))
-            # A width that fills three quarters of its tile.
+            calls.append(call(197, width, channels, "bool"))
+            # Widths that do not fill their tile, one of which 16 does not divide.
             calls.append(call(1024, width * 3 // 4, channels, "bias", is_causal=True))
+            narrow = width // 2 + 8
+            calls += [call(197, narrow, channels), call(197, narrow, channels, "bias")]
     return calls
 
 
@@ -295,6 +296,7 @@ _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.bool: "i1",
+    torch.uint8: "u8",
     torch.int64: "i64",
 }
 
