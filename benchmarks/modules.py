@@ -177,9 +177,7 @@ def _check_free(results: Results, evidence: Evidence) -> Check:
 
     if len(results) != len(evidence.plain):
         return Check.failed(f"got {len(results)} results, wanted {len(evidence.plain)}")
-    return against_truth(
-        judged(results), replace(evidence, plain=judged(evidence.plain), truth=judged(evidence.truth))
-    )
+    return against_truth(judged(results), replace(evidence, plain=judged(evidence.plain), truth=judged(evidence.truth)))
 
 
 def _inputs(shape: Shape, kind: str) -> tuple[Tensor, ...]:

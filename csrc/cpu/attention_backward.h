@@ -212,8 +212,8 @@ class BackwardWorker {
   }
 
   // A row of logits to P, and its ∂P to ∂logits = P ⊙ (∂P − dot), where dot = Σ P ⊙ ∂P over all keys. That sum of these
-  // very numbers is the best there is: the row of ∂logits then adds up to zero, but for its own rounding, while an error
-  // of the dot would go to ∂Q times the mean key. Only if the row is in parts does the dot come from elsewhere.
+  // very numbers is the best there is: the row of ∂logits then adds up to zero, but for its own rounding, while an
+  // error of the dot would go to ∂Q times the mean key. Only if the row is in parts does the dot come from elsewhere.
   static void softmax_backward(const A* softmax_row, const A* dot, int vectors, A* weights, A* grads) {
     const A maximum = softmax_row[0];
     const A inverse = softmax_row[1];
