@@ -15,6 +15,8 @@ from overtone.benchmarks import against, builds, machine
 from overtone.benchmarks.against import Comparison, Process, compare, compare_all, median_interval
 from overtone.cli import main
 
+pytestmark = pytest.mark.usefixtures("undisturbed_machine")
+
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = "1"  # on a machine that others use, threads that wait for each other are slower than any mistake
 REAL = "frequency_norms 256x65x192 float32 forward"
@@ -34,11 +36,6 @@ class Simulated:
     def run(self, seconds: float) -> float:
         spike = 3.0 if self.random.random() < 0.02 else 1.0
         return self.seconds * self.random.lognormvariate(0.0, 0.02) * spike * self.drift()
-
-
-@pytest.fixture(autouse=True)
-def undisturbed_machine(monkeypatch):
-    monkeypatch.setattr(machine, "ForeignLoad", lambda own: SimpleNamespace(cpus=lambda: 0.0))
 
 
 def verdicts(slowdown: float, count: int = 200) -> list[str]:

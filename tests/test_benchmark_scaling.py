@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import overtone as ot
-from overtone.benchmarks import machine, scaling, scaling_page
+from overtone.benchmarks import scaling, scaling_page
 from overtone.benchmarks.case import Case
 from overtone.benchmarks.scaling import Measured, Sweep, fit, measure
 from overtone.benchmarks.timing import Plan, Timing
 from overtone.cli import main
 
+pytestmark = pytest.mark.usefixtures("undisturbed_machine")
+
 PLAN = Plan(rounds=1, seconds=1.0, slice_seconds=0.0)
-
-
-@pytest.fixture(autouse=True)
-def undisturbed_machine(monkeypatch):
-    """Nothing here depends on what else runs; waiting for a quiet round would take long."""
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: 0.0))
 
 
 def identity_case(value: int, ours=lambda x: x * 1) -> Case:

@@ -127,13 +127,15 @@ def test_every_kernel_and_configuration_is_compiled(aot):
         attention_configs,
         attention_forward,
         configs,
-        frequency,
+        frequency_causal,
+        frequency_mean,
     )
 
+    frequency = (frequency_mean, frequency_causal)
     attention = (attention_forward, attention_backward)
     for dtype in aot.DTYPES:
         compiled = aot.kernels(dtype, "sm_80")
-        modules = (frequency, *attention) if dtype in aot.ATTENTION_DTYPES else (frequency,)
+        modules = (*frequency, *attention) if dtype in aot.ATTENTION_DTYPES else frequency
         written = {name.removesuffix("_kernel") for module in modules for name in vars(module) if _is_kernel(name)}
         assert {kernel.name for kernel in compiled} == written
         shipped = {configs.for_dtype(config, dtype) for config in (*configs.WHOLE, configs.SPLIT, configs.CAUSAL)}

@@ -4,177 +4,10 @@
 // digits however far from zero the tokens lie, and ‖HFC‖² is never a difference of large numbers.
 #pragma once
 
-#include "cpu/frequency.h"
+#include "cpu/frequency_blocks.h"
 #include "cpu/scratch.h"
-#include "cpu/simd.h"
 
 namespace overtone::OVERTONE_LEVEL {
-
-// The channels [begin, begin + width) of one sample, in vectors.
-template <class A>
-struct ChannelBlock {
-  static constexpr int kVectors = static_cast<int>(kChannelBlock) / kLanes<A>;
-
-  int64_t sample;
-  int64_t index;  // of the block within its sample
-  int64_t begin;
-  int width;
-
-  ChannelBlock(const FrequencyShape& shape, int64_t sample, int64_t index)
-      : sample(sample),
-        index(index),
-        begin(index * kChannelBlock),
-        width(static_cast<int>(std::min(kChannelBlock, shape.channels - begin))) {}
-
-  // Lanes of vector v that hold channels.
-  int lanes(int v) const { return std::clamp(width - v * kLanes<A>, 0, kLanes<A>); }
-};
-
-template <class A>
-using BlockVectors = Vector<A>[ChannelBlock<A>::kVectors];
-
-// Rows of one sample's block. kPacked: a full block of consecutive channels, read without any lane counting.
-template <class T, bool kPacked>
-struct BlockRows {
-  using A = Accumulator<T>;
-  const T* first;
-  int64_t token_stride;
-  int64_t channel_stride;
-  ChannelBlock<A> block;
-
-  BlockRows(const Tokens& tokens, const ChannelBlock<A>& block)
-      : first(static_cast<const T*>(tokens.data) + tokens.sample_offsets[block.sample] +
-              block.begin * tokens.channel_stride),
-        token_stride(tokens.token_stride),
-        channel_stride(tokens.channel_stride),
-        block(block) {}
-
-  OVERTONE_INLINE Vector<A> load(int64_t row, int v) const {
-    if constexpr (kPacked) {
-      return load_full(first + row * token_stride + v * kLanes<A>);
-    } else {
-      const int lanes = block.lanes(v);
-      if (lanes == 0) {
-        return Vector<A>{};
-      }
-      return OVERTONE_LEVEL::load(first + row * token_stride + v * kLanes<A> * channel_stride, channel_stride, lanes);
-    }
-  }
-};
-
-// Rows of a contiguous [samples, N, C] output.
-template <class T, bool kPacked>
-struct BlockOutput {
-  using A = Accumulator<T>;
-  T* first;
-  int64_t channels;
-  ChannelBlock<A> block;
-
-  BlockOutput(void* data, const FrequencyShape& shape, const ChannelBlock<A>& block)
-      : first(static_cast<T*>(data) + block.sample * shape.tokens * shape.channels + block.begin),
-        channels(shape.channels),
-        block(block) {}
-
-  OVERTONE_INLINE void store(Vector<A> value, int64_t row, int v) const {
-    T* p = first + row * channels + v * kLanes<A>;
-    if constexpr (kPacked) {
-      store_full(value, p);
-    } else if (block.lanes(v) > 0) {
-      OVERTONE_LEVEL::store(value, p, block.lanes(v));
-    }
-  }
-
-  void zero_row(int64_t row) const {
-    std::memset(static_cast<void*>(first + row * channels), 0, block.width * sizeof(T));
-  }
-};
-
-// Which tokens of a sample take part.
-struct ValidTokens {
-  const bool* flags;
-  int64_t stride;
-  int64_t tokens;
-
-  ValidTokens(const TokenMask& mask, const FrequencyShape& shape, int64_t sample)
-      : flags(mask.data == nullptr ? nullptr : mask.data + mask.sample_offsets[sample]),
-        stride(mask.token_stride),
-        tokens(shape.tokens) {}
-
-  OVERTONE_INLINE bool operator[](int64_t row) const { return flags == nullptr || flags[row * stride]; }
-
-  int64_t count() const {
-    if (flags == nullptr) {
-      return tokens;
-    }
-    int64_t valid = 0;
-    for (int64_t row = 0; row < tokens; ++row) {
-      valid += flags[row * stride] ? 1 : 0;
-    }
-    return valid;
-  }
-};
-
-template <class A>
-struct BlockGain {
-  BlockVectors<A> value;
-
-  BlockGain(const ChannelGain& gain, const ChannelBlock<A>& block) {
-    for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
-      const A* p = static_cast<const A*>(gain.data) + (block.begin + v * kLanes<A>)*gain.stride;
-      value[v] = block.lanes(v) == 0 ? Vector<A>{} : OVERTONE_LEVEL::load(p, gain.stride, block.lanes(v));
-    }
-  }
-};
-
-template <class A>
-using BlockSums = WideSum<A>[ChannelBlock<A>::kVectors];
-
-// The mean over a block's valid tokens as value + rest; zero where no token is valid.
-template <class A>
-struct BlockMean {
-  static constexpr int kVectors = ChannelBlock<A>::kVectors;
-  BlockVectors<A> value;
-  BlockVectors<A> rest;
-  int64_t count;
-
-  template <class Rows>
-  OVERTONE_INLINE BlockMean(const Rows& x, const ValidTokens& valid) : count(valid.count()) {
-    BlockSums<A> sums;
-    for (int64_t row = 0; row < valid.tokens; ++row) {
-      if (valid[row]) {
-        for (int v = 0; v < kVectors; ++v) {
-          sums[v].add(x.load(row, v));
-        }
-      }
-    }
-    for (int v = 0; v < kVectors; ++v) {
-      sums[v].scaled(1.0 / static_cast<double>(std::max<int64_t>(count, 1)), value[v], rest[v]);
-    }
-  }
-
-  OVERTONE_INLINE Vector<A> centre(Vector<A> x, int v) const { return (x - value[v]) - rest[v]; }
-};
-
-// Lanes past the block's width hold zeros in every sum, so they may be added up with the rest.
-template <class A>
-double sum_of_lanes(const BlockSums<A>& sums) {
-  Vector<double> lanes{};
-  for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
-    lanes += sums[v].lanes();
-  }
-  double total = 0;
-  for (int lane = 0; lane < kLanes<double>; ++lane) {
-    total += lanes[lane];
-  }
-  return total;
-}
-
-template <class A>
-void write_channels(const BlockSums<A>& sums, const ChannelBlock<A>& block, double* out) {
-  for (int channel = 0; channel < block.width; ++channel) {
-    out[channel] = sums[channel / kLanes<A>][channel % kLanes<A>];
-  }
-}
 
 template <class T, bool kPacked>
 void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulator<T>>& block) {
@@ -210,74 +43,113 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
   call.high_squared[slot] = sum_of_lanes<A>(high);
 }
 
-// y = low + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes down to.
+// y = constant + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes to.
 template <class A>
 struct RowMap {
+  static constexpr int kRows = 4;  // that share the loads of the channels' values
+
   Scratch<A> memory;
   A* mean;
-  A* rest;  // of the mean, beyond A's precision
-  A* low;
+  A* constant;
   A* high;
 
-  explicit RowMap(int64_t channels) : memory(4 * Scratch<A>::padded(padded_to(channels, kChannelBlock))) {
-    for (A** part : {&mean, &rest, &low, &high}) {
+  explicit RowMap(int64_t channels) : memory(3 * Scratch<A>::padded(padded_to(channels, kChannelBlock))) {
+    for (A** part : {&mean, &constant, &high}) {
       *part = memory.take(padded_to(channels, kChannelBlock));
     }
   }
 
-  // Fills in one block: low(v) and high(v) give the vectors.
+  // Fills in one block: low(v) ⊙ mean + high(v) ⊙ (x − mean). The mean's rest, beyond A's precision, is in the constant.
   template <class Low, class High>
-  OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low_at, High high_at) {
+  OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low, High high_at) {
     for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
       const int64_t channel = block.begin + v * kLanes<A>;
       store_full(block_mean.value[v], mean + channel);
-      store_full(block_mean.rest[v], rest + channel);
-      store_full<A>(low_at(v), low + channel);
+      store_full<A>(low(v) * block_mean.value[v] - high_at(v) * block_mean.rest[v], constant + channel);
       store_full<A>(high_at(v), high + channel);
     }
   }
 
-  // Channels [begin, end) of a sample, row by row; adds `plus`, laid out as `out`, where it is given.
+  // Channels [begin, end) of a sample; adds `plus`, laid out as `out`, where it is given.
   template <class T>
   void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
              const T* plus, T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
     plus = plus == nullptr ? nullptr : plus + sample * valid.tokens * channels;
-    const int64_t whole = x.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
-    for (int64_t row = 0; row < valid.tokens; ++row) {
-      if (!valid[row]) {
-        std::memset(static_cast<void*>(out + row * channels + begin), 0, (end - begin) * sizeof(T));
-        continue;
-      }
-      const T* token = tokens + row * x.token_stride;
-      T* out_row = out + row * channels;
-      const T* plus_row = plus == nullptr ? nullptr : plus + row * channels;
-      int64_t channel = begin;
-      if (plus_row == nullptr) {
-        for (; channel < whole; channel += kLanes<A>) {
-          store_full(mapped(load_full(token + channel), channel), out_row + channel);
-        }
+    int64_t row = 0;
+    while (row < valid.tokens) {
+      const Rows<T> rows{tokens + row * x.token_stride, x.token_stride, x.channel_stride,
+                         plus == nullptr ? nullptr : plus + row * channels, out + row * channels, channels};
+      if (valid.are_all(row, kRows)) {
+        map<kRows>(rows, begin, end);
+        row += kRows;
       } else {
-        for (; channel < whole; channel += kLanes<A>) {
-          const Vector<A> value = mapped(load_full(token + channel), channel);
-          store_full(load_full(plus_row + channel) + value, out_row + channel);
-        }
-      }
-      for (; channel < end; channel += kLanes<A>) {
-        const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
-        Vector<A> value = mapped(load(token + channel * x.channel_stride, x.channel_stride, lanes), channel);
-        if (plus_row != nullptr) {
-          value += load(plus_row + channel, 1, lanes);
-        }
-        store(value, out_row + channel, lanes);
+        valid[row] ? map<1>(rows, begin, end) : rows.zero(begin, end);
+        row += 1;
       }
     }
   }
 
-  OVERTONE_INLINE Vector<A> mapped(Vector<A> value, int64_t channel) const {
-    const Vector<A> centred = (value - load_full(mean + channel)) - load_full(rest + channel);
-    return load_full(low + channel) + load_full(high + channel) * centred;
+ private:
+  struct ChannelValues {
+    Vector<A> mean;
+    Vector<A> constant;
+    Vector<A> high;
+
+    OVERTONE_INLINE Vector<A> map(Vector<A> x) const { return constant + high * (x - mean); }
+  };
+
+  template <class T>
+  struct Rows {
+    const T* token;
+    int64_t token_stride;
+    int64_t channel_stride;
+    const T* plus;
+    T* out;
+    int64_t channels;
+
+    void zero(int64_t begin, int64_t end) const {
+      std::memset(static_cast<void*>(out + begin), 0, (end - begin) * sizeof(T));
+    }
+  };
+
+  template <int kCount, class T>
+  void map(const Rows<T>& rows, int64_t begin, int64_t end) const {
+    const int64_t whole = rows.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
+    rows.plus == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
+    for (int64_t channel = whole; channel < end; channel += kLanes<A>) {
+      const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
+      const ChannelValues values = at(channel);
+      for (int row = 0; row < kCount; ++row) {
+        const T* token = rows.token + row * rows.token_stride + channel * rows.channel_stride;
+        Vector<A> value = values.map(load(token, rows.channel_stride, lanes));
+        if (rows.plus != nullptr) {
+          value += load(rows.plus + row * rows.channels + channel, 1, lanes);
+        }
+        store(value, rows.out + row * rows.channels + channel, lanes);
+      }
+    }
+  }
+
+  // Channels [begin, end) in full vectors of consecutive channels.
+  template <int kCount, bool kPlus, class T>
+  OVERTONE_INLINE void map_whole(const Rows<T>& rows, int64_t begin, int64_t end) const {
+    for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
+      const ChannelValues values = at(channel);
+      OVERTONE_UNROLL
+      for (int row = 0; row < kCount; ++row) {
+        Vector<A> value = values.map(load_full(rows.token + row * rows.token_stride + channel));
+        if constexpr (kPlus) {
+          value += load_full(rows.plus + row * rows.channels + channel);
+        }
+        store_full(value, rows.out + row * rows.channels + channel);
+      }
+    }
+  }
+
+  OVERTONE_INLINE ChannelValues at(int64_t channel) const {
+    return {load_full(mean + channel), load_full(constant + channel), load_full(high + channel)};
   }
 };
 
@@ -288,14 +160,14 @@ void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumula
   const BlockMean<A> mean(BlockRows<T, kPacked>(call.x, block), ValidTokens(call.mask, call.shape, block.sample));
   const A low_scale = static_cast<A>(call.low_scale[block.sample]);
   const A high_scale = static_cast<A>(call.high_scale[block.sample]);
-  map.set(block, mean, [&](int v) { return low_scale * mean.value[v]; }, [&](int) { return broadcast(high_scale); });
+  map.set(block, mean, [&](int) { return broadcast(low_scale); }, [&](int) { return broadcast(high_scale); });
 }
 
 // The filter with the mean over all valid tokens is its own adjoint, so backward uses it too.
 template <class A>
 OVERTONE_INLINE void set_filter(RowMap<A>& map, const ChannelBlock<A>& block, const BlockMean<A>& mean,
                                 const BlockGain<A>& low, const BlockGain<A>& high) {
-  map.set(block, mean, [&](int v) { return low.value[v] * mean.value[v]; }, [&](int v) { return high.value[v]; });
+  map.set(block, mean, [&](int v) { return low.value[v]; }, [&](int v) { return high.value[v]; });
 }
 
 // Visits the valid tokens in order: visit(row, v, LFC, HFC) with the running mean. Masked rows go to skip(row).

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kit import host_cuda as host_cuda_kernels
 from overtone import _extension
+from overtone.benchmarks import machine, timing
+from overtone.benchmarks.case import Call
 from overtone.ops.basis import BasisCache
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
@@ -63,3 +67,26 @@ def factorisations(monkeypatch) -> list[tuple[int, ...]]:
 def host_cuda() -> host_cuda_kernels.HostCuda:
     """The CUDA kernels, run on the host."""
     return host_cuda_kernels.HostCuda(host_cuda_kernels.load_module())
+
+
+@pytest.fixture
+def undisturbed_machine(monkeypatch):
+    """These tests share the machine with whatever else runs on it; what they assert must not depend on that."""
+    monkeypatch.setattr(machine, "ForeignLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
+    monkeypatch.setattr(machine, "matmul_peak", lambda seconds, device: 1e11)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that only `clock.sleep` advances; plain passes over memory take half a second of it or four."""
+    fake = SimpleNamespace(now=0.0)
+    fake.perf_counter = lambda: fake.now
+
+    def sleep(seconds: float) -> None:
+        fake.now += seconds
+
+    fake.sleep = sleep
+    monkeypatch.setattr(timing, "time", fake)
+    probes = {"slow": Call(lambda _: sleep(4.0)), "fast": Call(lambda _: sleep(0.5))}
+    monkeypatch.setattr(machine, "memory_probes", lambda limit, size, device: probes)
+    return fake
