@@ -165,20 +165,19 @@ def _plain_spectral(kind: str, shape: Shape, weights: tuple[Tensor, ...]) -> Bui
     return _built(module, dict(zip(names, weights, strict=True)), UNPACKED)
 
 
-def _check_packed(results: Results, evidence: Evidence) -> Check:
-    """The standard check of y and the gradients of x, qkv's weight and bias, proj's weight and bias.
+def _check_free(results: Results, evidence: Evidence) -> Check:
+    """The standard check of y and the gradients of x, q's, k's and v's weights and biases, proj's weight and bias.
 
-    q, k and v are judged as the one parameter that they are in timm and here: the gradient of the keys' bias alone is
-    zero, since a softmax does not see it, and all that is left of it is rounding.
+    The keys' bias is judged as a part of the packed bias that it belongs to: its own gradient is zero, since a softmax
+    does not see it, and all that is left of it is rounding.
     """
 
-    def packed(parts: Results) -> Results:
-        return parts if len(parts) == 1 else (*parts[:2], torch.cat(parts[2:5]), torch.cat(parts[5:8]), *parts[8:])
+    def judged(parts: Results) -> Results:
+        return parts if len(parts) == 1 else (*parts[:6], torch.cat(parts[5:8]), *parts[7:])
 
     if len(results) != len(evidence.plain):
         return Check.failed(f"got {len(results)} results, wanted {len(evidence.plain)}")
-    judged = replace(evidence, plain=packed(evidence.plain), truth=packed(evidence.truth))
-    return against_truth(packed(results), judged)
+    return against_truth(judged(results), replace(evidence, plain=judged(evidence.plain), truth=judged(evidence.truth)))
 
 
 def _inputs(shape: Shape, kind: str) -> tuple[Tensor, ...]:
@@ -217,7 +216,7 @@ def _case(kind: str, shape: Shape, mode: str) -> Case:
         flops=(3 if both else 1) * linear + (7 if both else 2) * attention,
         bytes=(3 if both else 1) * 2 * tokens * shape.channels * 4,
         limit="matmul",
-        check=_check_packed if kind == "free" else against_truth,
+        check=_check_free if kind == "free" else against_truth,
         takes_backward=both,
     )
 

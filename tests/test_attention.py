@@ -125,6 +125,20 @@ class TestExactness:
         check(random_call(dtype=dtype), scale=0.3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [65, 197])
+def test_rows_of_logits_gradient_add_up_to_zero(isa_level, dtype, tokens):
+    """What is left of them goes to query's gradient times the mean key: as little as in PyTorch, and not the rounding
+    error of ∂heads · heads, which is three times that."""
+    args = random_call(queries=tokens, keys=tokens, width=64, dtype=dtype, mask="bias")
+
+    def remainder(function):
+        _, gradients = accuracy.outputs_and_gradients(as_call(function), tuple(map(accuracy.fresh, args)))
+        return gradients[-1].double().sum(-1).square().mean().sqrt()
+
+    assert remainder(ot.spectral_attention) <= accuracy.FORWARD_FACTOR * remainder(ot.reference.spectral_attention)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 9])
 @pytest.mark.usefixtures("poisoned_empty")

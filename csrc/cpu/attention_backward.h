@@ -28,20 +28,6 @@ void row_dots(const MatrixRows& a, const MatrixRows& b, int64_t rows, int64_t wi
   }
 }
 
-// ∂logits = P ⊙ (∂P − dot).
-template <class A>
-struct StoreLogitGradient {
-  A* c;
-  int64_t ldc;
-  const A* weights;
-  const A* dots;
-
-  OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
-    const int64_t j = row * ldc + v * kLanes<A>;
-    store_full(load_full(weights + j) * (sum - dots[row]), c + j);
-  }
-};
-
 // c = (sum + earlier sums) · scale: a gradient's last part, straight to where it belongs.
 template <class A>
 struct StoreGradient {
@@ -91,8 +77,10 @@ class BackwardWorker {
     expect(next_item);
     image_ = item / shape_.heads;
     head_ = item % shape_.heads;
-    row_dots(buffer_of(call_.grad_heads, image_, head_, 0), buffer_of(call_.heads, image_, head_, 0), shape_.queries,
-             shape_.width, dots_);
+    if (!has_one_block()) {
+      row_dots(buffer_of(call_.grad_heads, image_, head_, 0), buffer_of(call_.heads, image_, head_, 0), shape_.queries,
+               shape_.width, dots_);
+    }
     for (int64_t key = 0; key < shape_.keys; key += block_) {
       block_backward(key, std::min(block_, shape_.keys - key));
     }
@@ -138,7 +126,9 @@ class BackwardWorker {
     const int64_t image = item / shape_.heads;
     const int64_t head = item % shape_.heads;
     coming_.add(buffer_of(call_.grad_heads, image, head, 0), shape_.queries, shape_.width);
-    coming_.add(buffer_of(call_.heads, image, head, 0), shape_.queries, shape_.width);
+    if (!has_one_block()) {
+      coming_.add(buffer_of(call_.heads, image, head, 0), shape_.queries, shape_.width);
+    }
     coming_.add(head_rows(call_.key, call_.type, image, head, 0), shape_.keys, shape_.width);
     coming_.add(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width);
     coming_.add(head_rows(call_.query, call_.type, image, head, 0), shape_.queries, shape_.width);
@@ -200,17 +190,13 @@ class BackwardWorker {
     mask_logits(call_, image_, head_, query, rows, key, count, weights, block_);
     const A* softmax_rows =
         static_cast<const A*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
+    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads.data + row * grads.ld, grads.ld,
+                      values_across_, StoreTo<A>{grad_logits, block_});
     for (int64_t i = 0; i < rows; ++i) {
-      const A maximum = softmax_rows[2 * i];
-      const A inverse = softmax_rows[2 * i + 1];
-      for (int v = 0; v < key_vectors; ++v) {
-        A* p = weights + i * block_ + v * kLanes<A>;
-        store_full(exp2_nonpositive<A>(load_full(p) - maximum) * inverse, p);
-      }
+      const A* dot = has_one_block() ? nullptr : dots_ + query + i;
+      softmax_backward(softmax_rows + 2 * i, dot, key_vectors, weights + i * block_, grad_logits + i * block_);
       coming_.fetch();
     }
-    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads.data + row * grads.ld, grads.ld,
-                      values_across_, StoreLogitGradient<A>{grad_logits, block_, weights, dots_ + query});
     if (call_.grad_logits != nullptr) {
       A* out = static_cast<A*>(call_.grad_logits) +
                ((image_ * shape_.heads + head_) * shape_.queries + query) * shape_.keys + key;
@@ -222,6 +208,26 @@ class BackwardWorker {
       add_product<Operand::rows>(key == 0, has_one_block(), rows, count, grad_logits, block_, keys,
                                  grad_queries_ + query * padded_width_, call_.grad_query, query,
                                  static_cast<A>(call_.scale));
+    }
+  }
+
+  // A row of logits to P, and its ∂P to ∂logits = P ⊙ (∂P − dot), where dot = Σ P ⊙ ∂P over all keys. That sum of these
+  // very numbers is the best there is: the row of ∂logits then adds up to zero, but for its own rounding, while an
+  // error of the dot would go to ∂Q times the mean key. Only if the row is in parts does the dot come from elsewhere.
+  static void softmax_backward(const A* softmax_row, const A* dot, int vectors, A* weights, A* grads) {
+    const A maximum = softmax_row[0];
+    const A inverse = softmax_row[1];
+    Vector<A> sums{};
+    for (int v = 0; v < vectors; ++v) {
+      A* p = weights + v * kLanes<A>;
+      const Vector<A> weight = exp2_nonpositive<A>(load_full(p) - maximum) * inverse;
+      store_full(weight, p);
+      sums += weight * load_full(grads + v * kLanes<A>);
+    }
+    const A mean = dot == nullptr ? sum_of_lanes<A>(sums) : *dot;
+    for (int v = 0; v < vectors; ++v) {
+      A* p = grads + v * kLanes<A>;
+      store_full(load_full(weights + v * kLanes<A>) * (load_full(p) - mean), p);
     }
   }
 
@@ -261,7 +267,7 @@ class BackwardWorker {
   A* queries_;        // [long_strip][padded_width], where Q cannot be read in place
   A* grads_;          // [long_strip][padded_width]: ∂heads, likewise
   A* grad_queries_;   // [queries][padded_width]
-  A* dots_;           // [queries]: rows of ∂heads · rows of heads
+  A* dots_;           // [queries]: rows of ∂heads · rows of heads, where keys come in several blocks
 };
 
 // ∂heads = G · weight, for a block of tokens.
