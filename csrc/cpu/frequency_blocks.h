@@ -188,17 +188,6 @@ struct ValidTokens {
 
   OVERTONE_INLINE bool operator[](int64_t row) const { return flags == nullptr || flags[row * stride]; }
 
-  // Whether there are so many tokens from `row` on, and all of them take part.
-  OVERTONE_INLINE bool are_all(int64_t row, int64_t rows) const {
-    if (row + rows > tokens) {
-      return false;
-    }
-    while (rows > 0 && (*this)[row + rows - 1]) {
-      --rows;
-    }
-    return rows == 0;
-  }
-
   int64_t count() const {
     if (flags == nullptr) {
       return tokens;

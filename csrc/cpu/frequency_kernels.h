@@ -46,8 +46,6 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
 // y = constant + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes to.
 template <class A>
 struct RowMap {
-  static constexpr int kRows = 4;  // that share the loads of the channels' values
-
   Scratch<A> memory;
   A* mean;
   A* constant;
@@ -70,86 +68,46 @@ struct RowMap {
     }
   }
 
-  // Channels [begin, end) of a sample; adds `plus`, laid out as `out`, where it is given.
+  // Channels [begin, end) of a sample, row by row; adds `plus`, laid out as `out`, where it is given.
   template <class T>
   void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
              const T* plus, T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
     plus = plus == nullptr ? nullptr : plus + sample * valid.tokens * channels;
-    int64_t row = 0;
-    while (row < valid.tokens) {
-      const Rows<T> rows{tokens + row * x.token_stride, x.token_stride, x.channel_stride,
-                         plus == nullptr ? nullptr : plus + row * channels, out + row * channels, channels};
-      if (valid.are_all(row, kRows)) {
-        map<kRows>(rows, begin, end);
-        row += kRows;
+    const int64_t whole = x.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
+    for (int64_t row = 0; row < valid.tokens; ++row) {
+      if (!valid[row]) {
+        std::memset(static_cast<void*>(out + row * channels + begin), 0, (end - begin) * sizeof(T));
+        continue;
+      }
+      const T* token = tokens + row * x.token_stride;
+      T* out_row = out + row * channels;
+      const T* plus_row = plus == nullptr ? nullptr : plus + row * channels;
+      int64_t channel = begin;
+      if (plus_row == nullptr) {
+        for (; channel < whole; channel += kLanes<A>) {
+          store_full(mapped(load_full(token + channel), channel), out_row + channel);
+        }
       } else {
-        valid[row] ? map<1>(rows, begin, end) : rows.zero(begin, end);
-        row += 1;
-      }
-    }
-  }
-
- private:
-  struct ChannelValues {
-    Vector<A> mean;
-    Vector<A> constant;
-    Vector<A> high;
-
-    OVERTONE_INLINE Vector<A> map(Vector<A> x) const { return constant + high * (x - mean); }
-  };
-
-  template <class T>
-  struct Rows {
-    const T* token;
-    int64_t token_stride;
-    int64_t channel_stride;
-    const T* plus;
-    T* out;
-    int64_t channels;
-
-    void zero(int64_t begin, int64_t end) const {
-      std::memset(static_cast<void*>(out + begin), 0, (end - begin) * sizeof(T));
-    }
-  };
-
-  template <int kCount, class T>
-  void map(const Rows<T>& rows, int64_t begin, int64_t end) const {
-    const int64_t whole = rows.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
-    rows.plus == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
-    for (int64_t channel = whole; channel < end; channel += kLanes<A>) {
-      const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
-      const ChannelValues values = at(channel);
-      for (int row = 0; row < kCount; ++row) {
-        const T* token = rows.token + row * rows.token_stride + channel * rows.channel_stride;
-        Vector<A> value = values.map(load(token, rows.channel_stride, lanes));
-        if (rows.plus != nullptr) {
-          value += load(rows.plus + row * rows.channels + channel, 1, lanes);
+        for (; channel < whole; channel += kLanes<A>) {
+          const Vector<A> value = mapped(load_full(token + channel), channel);
+          store_full(load_full(plus_row + channel) + value, out_row + channel);
         }
-        store(value, rows.out + row * rows.channels + channel, lanes);
       }
-    }
-  }
-
-  // Channels [begin, end) in full vectors of consecutive channels.
-  template <int kCount, bool kPlus, class T>
-  OVERTONE_INLINE void map_whole(const Rows<T>& rows, int64_t begin, int64_t end) const {
-    for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
-      const ChannelValues values = at(channel);
-      OVERTONE_UNROLL
-      for (int row = 0; row < kCount; ++row) {
-        Vector<A> value = values.map(load_full(rows.token + row * rows.token_stride + channel));
-        if constexpr (kPlus) {
-          value += load_full(rows.plus + row * rows.channels + channel);
+      for (; channel < end; channel += kLanes<A>) {
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
+        Vector<A> value = mapped(load(token + channel * x.channel_stride, x.channel_stride, lanes), channel);
+        if (plus_row != nullptr) {
+          value += load(plus_row + channel, 1, lanes);
         }
-        store_full(value, rows.out + row * rows.channels + channel);
+        store(value, out_row + channel, lanes);
       }
     }
   }
 
-  OVERTONE_INLINE ChannelValues at(int64_t channel) const {
-    return {load_full(mean + channel), load_full(constant + channel), load_full(high + channel)};
+  OVERTONE_INLINE Vector<A> mapped(Vector<A> value, int64_t channel) const {
+    return load_full(constant + channel) + load_full(high + channel) * (value - load_full(mean + channel));
   }
 };
 
