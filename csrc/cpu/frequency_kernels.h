@@ -57,7 +57,7 @@ struct RowMap {
     }
   }
 
-  // Fills in one block: low(v) ⊙ mean + high(v) ⊙ (x − mean). The mean's rest, beyond A's precision, is in the constant.
+  // Fills in one block: low(v) ⊙ mean + high(v) ⊙ (x − mean). The constant has the mean's rest, beyond A's precision.
   template <class Low, class High>
   OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low, High high_at) {
     for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
