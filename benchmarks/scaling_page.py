@@ -38,7 +38,7 @@ def _row(curve: Curve) -> list[Any]:
         curve.x[-1],
         factor * curve.y[0],
         factor * curve.y[-1],
-        round(slope.value, 2) if slope else math.nan,
+        round(slope.value, 2) + 0.0 if slope else math.nan,  # no −0
         round(slope.error, 2) if slope else math.nan,
         math.nan if curve.theory is None else curve.theory,
     ]
@@ -86,7 +86,7 @@ def page(measured: Sequence[Measured], machine: Mapping[str, Any]) -> Page:
     failures = [failure for each in measured for failure in each.failures]
     warnings = [f"OTHER PROCESSES USED THE MACHINE in {disturbed} of {points} points."] if disturbed else []
     warnings += [f"A wrong result, which has no point: {failure}" for failure in failures]
-    sections = [Section("Slopes", text=[*warnings, NOTE], tables=[slopes(measured)])]
+    sections = [Section("Slopes", text=warnings, tables=[slopes(measured)])]
     sections += [Section(each.sweep.title, figures=figures(each)) for each in measured]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return Page(
