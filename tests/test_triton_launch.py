@@ -140,6 +140,18 @@ def test_every_gpu_has_blocks(name, wanted):
             assert ("key_value_gradient" in table.blocks) != ("key_value_apart" in table.blocks)
 
 
+def test_heads_that_no_blocks_hold_are_refused(attention):
+    from overtone.backends import BackendError
+    from overtone.triton_kernels.launch import assume_architecture, record_launches
+
+    with assume_architecture("gfx1100"), record_launches() as launches:
+        with pytest.raises(BackendError, match="no Triton kernels for torch.float32 heads 72 wide on gfx1100"):
+            run_both_ways(attention, random_call(width=72), needs=31)
+        assert not launches
+        run_both_ways(attention, random_call(width=64), needs=31)
+        run_both_ways(attention, random_call(width=72, dtype=torch.bfloat16), needs=31)
+
+
 @pytest.mark.parametrize(
     "channels, keys, masked, whole, pieces",
     [

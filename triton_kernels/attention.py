@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from overtone.backends import BackendError, triton_interprets
 from overtone.triton_kernels import attention_configs as configs
 from overtone.triton_kernels import autotune, frequency
 from overtone.triton_kernels.attention_backward import (
@@ -43,10 +44,13 @@ class _Call:
         self.new_empty = query.new_empty
         self.device, self.dtype = query.device, query.dtype
         _check_sizes(keys=self.keys, features=self.features, channels=self.channels)
-        precision = _dot_precision(query)
-        self.table = configs.table(
-            architecture(query.device), query.dtype, precision, self.width, attn_mask is not None
-        )
+        name, precision = architecture(query.device), _dot_precision(query)
+        if not configs.is_shipped(name, query.dtype, self.width):
+            raise BackendError(
+                f"spectral_attention: no Triton kernels for {query.dtype} heads {self.width} wide on {name}: its"
+                " registers do not hold them. Use float16 or bfloat16, heads up to 64 wide, or backend='reference'"
+            )
+        self.table = configs.table(name, query.dtype, precision, self.width, attn_mask is not None)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.view(torch.uint8)  # AMD's compiler branches around every load of a bool
         qkv = [_strided(x, 4) for x in (query, key, value)]
@@ -116,9 +120,10 @@ def _unit(*strides: int) -> int:
 
 
 def _dot_precision(query: Tensor) -> str:
-    """How float32 is multiplied: exactly, unless torch allows TF32 and there are blocks for it."""
-    allowed = torch.get_float32_matmul_precision() != "highest" and configs.has_tf32(architecture(query.device))
-    return "tf32" if allowed and query.dtype == torch.float32 else "ieee"
+    """How float32 is multiplied: exactly, unless torch allows TF32 and the GPU has it; the interpreter has not."""
+    allowed = torch.get_float32_matmul_precision() != "highest" and not triton_interprets()
+    has_it = query.dtype == torch.float32 and configs.has_tf32(architecture(query.device))
+    return "tf32" if allowed and has_it else "ieee"
 
 
 def forward(

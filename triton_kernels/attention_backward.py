@@ -21,6 +21,7 @@ from overtone.triton_kernels.attention_blocks import (
     locate_block,
     mask_logits,
     mul64,
+    multiply,
     store_head,
 )
 
@@ -45,7 +46,7 @@ def heads_gradient_kernel(
     for i_e in range(0, n_channels, BK):
         b_g = load_matrix(p_g, n_channels, 1, i_m, i_e, n_tokens, n_channels, BM, BK)  # [BM, BK]
         b_basis = load_matrix(p_basis, basis_sk, basis_se, 0, i_e, D, n_channels, BD, BK)  # [BD, BK]
-        b_back = tl.dot(b_g.to(b_basis.dtype), tl.trans(b_basis), b_back, input_precision=PRECISION)
+        b_back = multiply(b_g.to(b_basis.dtype), tl.trans(b_basis), b_back, PRECISION)
     b_eigenvalues = load_columns(p_eigenvalues + i_h * D, D, BD)
     p_heads = at_head(p_heads, i_b, i_h, mul64(n_tokens, n_heads * D), D)
     b_o = load_head(p_heads, n_heads * D, 1, i_m, n_tokens, D, BM, BD).to(tl.float32)  # [BM, BD]
@@ -79,7 +80,7 @@ def basis_gradient_kernel(
     for i_t in range(i_first, i_end, BK):
         b_heads = load_matrix(p_heads, n_features, 1, i_t, i_m, i_end, n_features, BK, BM)  # [BK, BM]
         b_g = load_matrix(p_g, n_channels, 1, i_t, i_e, i_end, n_channels, BK, BE).to(b_heads.dtype)  # [BK, BE]
-        b_sum = tl.dot(tl.trans(b_heads), b_g, b_sum, input_precision=PRECISION)
+        b_sum = multiply(tl.trans(b_heads), b_g, b_sum, PRECISION)
     o_m = i_m + tl.arange(0, BM)
     b_eigenvalues = tl.load(p_eigenvalues + o_m, mask=o_m < n_features, other=0.0)
     p_split = p_grad_basis + mul64(i_split, mul64(n_features, n_channels))
@@ -126,15 +127,15 @@ def key_value_gradient_kernel(
         b_q = load_head(p_q, q_st, q_sd, i_m, n_queries, D, BM, BD, UNIT)  # [BM, BD]
         b_do = load_head(p_do, n_heads * D, 1, i_m, n_queries, D, BM, BD)  # [BM, BD]
         b_max, b_inverse, b_delta = load_softmax_rows(p_rows, p_delta, i_m, n_queries, BM)
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * logit_scale  # [BN, BM]
+        b_s = multiply(b_k, tl.trans(b_q), None, PRECISION) * logit_scale  # [BN, BM]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, i_n, o_n, n_keys, IS_CAUSAL)
         b_p = tl.exp2(b_s - b_max[None, :]) * b_inverse[None, :]
         if p_grad_v is not None:
-            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+            b_dv = multiply(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
         if p_grad_k is not None:
-            b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+            b_dp = multiply(b_v, tl.trans(b_do), None, PRECISION)  # [BN, BM]
             b_ds = b_p * (b_dp - b_delta[None, :])
-            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+            b_dk = multiply(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
     o_head = mul64(i_b * n_heads + i_h, mul64(n_keys, D))
     if p_grad_k is not None:
         store_head(p_grad_k + o_head, D, b_dk * scale, i_n, n_keys, D, BN, BD)
@@ -172,16 +173,16 @@ def query_gradient_kernel(
     for i_n in range(0, i_end, BN):
         b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
         b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
+        b_s = multiply(b_q, tl.trans(b_k), None, PRECISION) * logit_scale  # [BM, BN]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, i_n, o_n, n_keys, IS_CAUSAL)
         b_p = tl.exp2(b_s - b_max[:, None]) * b_inverse[:, None]
-        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
+        b_dp = multiply(b_do, tl.trans(b_v), None, PRECISION)  # [BM, BN]
         b_ds = b_p * (b_dp - b_delta[:, None])
         if p_grad_logits is not None:
             p_tile = at_tile(p_grad_logits + mul64(i_head, mul64(n_queries, n_keys)), n_keys, 1, i_m, i_n, BM, BN)
             tl.store(p_tile, b_ds, mask=in_matrix(i_m, i_n, n_queries, n_keys, BM, BN))
         if p_grad_q is not None:
-            b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+            b_dq = multiply(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
     if p_grad_q is not None:
         store_head(p_grad_q + mul64(i_head, mul64(n_queries, D)), D, b_dq * scale, i_m, n_queries, D, BM, BD)
 

@@ -96,6 +96,20 @@ def load_columns(p_x, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def as_factor(b_x, PRECISION: tl.constexpr):
+    """Rounded to TF32, if that is the precision: matrix instructions only cut off what they cannot hold."""
+    if PRECISION == "tf32":
+        b_x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_x], tl.float32, is_pure=True, pack=1)
+    return b_x
+
+
+@triton.jit
+def multiply(b_a, b_b, b_sum, PRECISION: tl.constexpr):
+    """b_a · b_b, added to b_sum unless that is None."""
+    return tl.dot(as_factor(b_a, PRECISION), as_factor(b_b, PRECISION), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
 def mask_logits(b_s, p_mask, mask_sq, mask_sk, i_q, o_q, n_queries, i_k, o_k, n_keys, IS_CAUSAL: tl.constexpr):
     """Logits of queries i_q + o_q and keys i_k + o_k with the bias added, −inf where a key takes no part.
 

@@ -43,61 +43,59 @@ TILES = {
 # dtype: half is float16 and bfloat16; float and tf32 are the two ways to multiply float32. width: of a head, up to.
 # masked: with attn_mask, whose tile takes registers too. _whole: all keys (BN at most) in one pass. _apart: ∂K and ∂V
 # one after the other, where registers do not hold both. "-": no blocks fit, or none are needed. gfx1100 has no matrix
-# instructions for float32, and its registers do not hold a tile of wide heads then (16 × 16 logits spill 164 bytes).
-# Cells of which tests/attention_blocks.csv has candidates are what the script derives now. The others fit, but may not
-# be the fastest: an earlier version of the script passed over blocks with fewer stages than some that spill, and where
-# its choice spilled in calls that came later (most of them TF32), some that fit were taken, large tiles tried first.
+# instructions for float32, and its registers do not hold backward's tiles of wide heads then: such heads are refused.
+# What compilation said of the candidates is in tests/attention_blocks.csv.
 _TABLE = """
 dtype width mask   kernel             sm_80         sm_90         gfx942        gfx1100
 half  any   any    projection         128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.2
 half  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  64.32.32.4.3  32.32.32.4.3
 half  64    any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.3
-half  64    plain  attention          128.32.4.3    64.64.4.3     128.64.4.3    128.32.8.3
+half  64    plain  attention          128.32.4.3    128.64.4.3    128.32.4.3    32.32.4.3
 half  64    plain  attention_whole    32.256.4.1    64.256.4.1    32.256.4.1    -
-half  64    plain  fused              32.64.4.3     64.64.8.3     64.64.4.2     -
+half  64    plain  fused              32.64.4.3     64.64.4.1     64.64.4.2     32.64.8.3
 half  64    plain  fused_whole        32.256.8.1    32.256.8.1    -             -
-half  64    plain  key_value_gradient 64.128.8.3    64.128.8.3    32.128.4.1    16.32.8.3
+half  64    plain  key_value_gradient 64.128.8.3    64.128.8.3    32.128.4.1    16.32.4.1
 half  64    plain  key_value_apart    -             -             -             -
-half  64    plain  query_gradient     128.64.8.3    128.64.8.3    128.64.4.3    64.32.8.3
-half  64    masked attention          128.32.8.3    128.64.8.1    128.64.8.3    32.16.4.3
-half  64    masked fused              32.64.8.3     64.32.8.3     16.64.4.3     -
-half  64    masked key_value_gradient 32.32.4.3     32.128.8.3    32.64.4.1     16.32.4.1
+half  64    plain  query_gradient     128.32.4.1    128.64.8.3    128.32.4.3    32.32.4.3
+half  64    masked attention          128.32.8.3    128.32.8.3    128.64.8.3    128.64.8.1
+half  64    masked fused              32.32.4.1     32.32.4.3     64.32.4.3     32.64.8.1
+half  64    masked key_value_gradient 32.64.4.1     32.128.8.3    32.128.4.1    16.32.4.1
 half  64    masked key_value_apart    -             -             -             -
-half  64    masked query_gradient     128.32.8.3    128.32.8.3    128.32.8.3    32.16.4.3
+half  64    masked query_gradient     128.32.8.3    128.32.8.3    128.32.4.3    32.32.4.1
 half  128   any    heads_gradient     128.64.8.3    128.64.8.3    128.64.8.3    128.64.8.1
-half  128   plain  attention          128.64.8.3    128.64.8.3    128.64.4.2    128.32.8.1
-half  128   plain  attention_whole    32.256.8.1    64.256.8.1    -             -
-half  128   plain  key_value_gradient 64.64.8.2     32.128.8.3    32.32.4.1     16.16.8.2
+half  128   plain  attention          128.64.8.3    128.64.8.3    128.32.4.3    32.32.4.1
+half  128   plain  attention_whole    32.256.8.1    64.256.8.1    16.256.4.1    -
+half  128   plain  key_value_gradient 32.64.4.1     32.128.8.3    32.32.4.3     16.16.8.2
 half  128   plain  key_value_apart    -             -             -             -
-half  128   plain  query_gradient     64.64.8.2     64.64.8.2     128.32.4.3    32.32.8.1
-half  128   masked attention          64.32.8.2     64.64.8.3     128.32.8.3    64.32.8.1
-half  128   masked key_value_gradient 32.64.8.1     32.128.8.3    32.32.4.3     -
+half  128   plain  query_gradient     128.32.8.3    64.64.4.2     128.32.4.3    32.16.4.1
+half  128   masked attention          32.64.8.3     64.64.8.3     128.32.4.3    64.32.8.1
+half  128   masked key_value_gradient 32.32.4.3     32.128.8.3    32.32.4.3     -
 half  128   masked key_value_apart    -             -             -             16.16.4.1
-half  128   masked query_gradient     32.32.4.2     128.32.8.3    64.32.4.1     32.16.8.1
+half  128   masked query_gradient     32.32.4.2     128.32.8.3    128.32.4.2    16.16.4.1
 tf32  any   any    projection         128.64.64.8.2 128.64.64.8.3 -             -
 tf32  any   any    basis_gradient     64.64.64.4.3  64.32.32.8.3  -             -
 tf32  64    any    heads_gradient     128.64.8.3    128.64.8.3    -             -
-tf32  64    any    attention          32.32.4.3     128.64.8.1    -             -
-tf32  64    any    fused              16.32.4.2     32.32.8.3     -             -
+tf32  64    any    attention          32.64.4.1     128.32.8.3    -             -
+tf32  64    any    fused              16.64.8.3     16.64.8.3     -             -
 tf32  64    any    key_value_gradient 16.32.4.3     32.128.8.3    -             -
 tf32  64    any    key_value_apart    -             -             -             -
-tf32  64    any    query_gradient     32.32.4.3     128.32.8.3    -             -
-tf32  128   any    heads_gradient     64.64.8.3     64.64.8.3     -             -
-tf32  128   any    attention          32.16.4.1     32.32.4.3     -             -
-tf32  128   any    key_value_gradient 16.16.4.1     16.16.4.1     -             -
+tf32  64    any    query_gradient     32.32.4.3     32.32.4.2     -             -
+tf32  128   any    heads_gradient     32.32.4.3     64.64.8.3     -             -
+tf32  128   any    attention          32.32.4.3     32.32.4.3     -             -
+tf32  128   any    key_value_gradient 16.32.4.3     16.32.4.3     -             -
 tf32  128   any    key_value_apart    -             -             -             -
-tf32  128   any    query_gradient     16.16.4.1     16.16.4.1     -             -
+tf32  128   any    query_gradient     32.32.4.3     32.32.4.1     -             -
 float any   any    projection         64.64.32.8.2  64.64.32.8.2  64.64.32.8.2  64.64.32.8.2
 float any   any    basis_gradient     32.32.32.8.2  64.64.32.8.2  32.32.32.4.2  32.32.32.4.2
-float 64    any    heads_gradient     32.32.8.2     32.32.8.2     32.32.8.2     32.32.8.2
-float 64    any    attention          16.16.8.2     16.16.4.2     32.16.4.2     16.16.4.2
+float 64    any    heads_gradient     16.16.8.2     16.16.8.2     16.16.4.2     32.32.8.2
+float 64    any    attention          16.16.4.1     16.16.4.2     32.16.4.2     16.16.4.2
 float 64    any    key_value_gradient 16.16.4.1     16.16.8.2     16.32.4.2     16.16.8.2
 float 64    any    key_value_apart    -             -             -             -
 float 64    any    query_gradient     16.16.4.2     16.16.8.2     32.16.4.2     16.16.8.2
-float 128   any    heads_gradient     32.32.8.2     32.32.8.2     32.32.8.2     32.32.8.2
-float 128   any    attention          16.16.8.2     16.16.8.2     32.16.4.2     -
-float 128   any    key_value_gradient 16.16.4.2     -             16.32.4.2     -
-float 128   any    key_value_apart    -             16.16.8.2     -             -
+float 128   any    heads_gradient     16.16.8.2     16.16.8.2     16.16.8.2     32.32.8.2
+float 128   any    attention          16.16.8.2     16.16.8.2     32.16.4.2     16.16.8.2
+float 128   any    key_value_gradient 16.16.4.2     16.16.8.1     16.32.4.1     -
+float 128   any    key_value_apart    -             -             -             -
 float 128   any    query_gradient     32.16.8.1     16.16.8.2     32.16.4.2     -
 """
 
@@ -167,8 +165,8 @@ def padded_width(width: int) -> int:
 
 
 def is_shipped(architecture: str, dtype: torch.dtype, width: int) -> bool:
-    """Whether there are blocks for heads of this dtype and width on this architecture."""
-    return "attention" in table(architecture, dtype, "ieee", width, masked=False).blocks
+    """Whether there are blocks for heads of this dtype and width on this architecture, backward included."""
+    return {"attention", "query_gradient"} <= table(architecture, dtype, "ieee", width, masked=False).blocks.keys()
 
 
 def has_tf32(architecture: str) -> bool:

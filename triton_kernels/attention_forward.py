@@ -19,6 +19,7 @@ from overtone.triton_kernels.attention_blocks import (
     locate_block,
     mask_logits,
     mul64,
+    multiply,
     store_head,
 )
 from overtone.triton_kernels.blocks import store_statistics, tile_statistics
@@ -41,13 +42,13 @@ def attend(
     if WHOLE:
         b_k = load_head(p_k, k_st, k_sd, 0, n_keys, D, BN, BD, UNIT)  # [BN, BD]
         b_v = load_head(p_v, v_st, v_sd, 0, n_keys, D, BN, BD, UNIT)  # [BN, BD]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
+        b_s = multiply(b_q, tl.trans(b_k), None, PRECISION) * logit_scale  # [BM, BN]
         b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, 0, o_n, n_keys, IS_CAUSAL)
         b_max = tl.max(b_s, 1)
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_p = tl.exp2(b_s - b_max[:, None])
         b_sum = tl.sum(b_p, 1)
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)  # [BM, BD]
+        b_o = multiply(b_p.to(b_v.dtype), b_v, None, PRECISION)  # [BM, BD]
     else:
         b_max = tl.full([BM], float("-inf"), dtype=tl.float32)
         b_sum = tl.zeros([BM], dtype=tl.float32)
@@ -57,7 +58,7 @@ def attend(
             i_end = tl.minimum(n_keys, i_m + BM)
         for i_n in range(0, i_end, BN):
             b_k = load_head(p_k, k_st, k_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * logit_scale  # [BM, BN]
+            b_s = multiply(b_q, tl.trans(b_k), None, PRECISION) * logit_scale  # [BM, BN]
             b_s = mask_logits(b_s, p_mask, mask_sq, mask_sk, i_m, o_m, n_queries, i_n, o_n, n_keys, IS_CAUSAL)
             b_next = tl.maximum(b_max, tl.max(b_s, 1))
             b_base = tl.where(b_next == float("-inf"), 0.0, b_next)  # no key yet: −inf − 0, not −inf − −inf
@@ -65,7 +66,7 @@ def attend(
             b_rescale = tl.exp2(b_max - b_base)
             b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
             b_v = load_head(p_v, v_st, v_sd, i_n, n_keys, D, BN, BD, UNIT)  # [BN, BD]
-            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], input_precision=PRECISION)
+            b_o = multiply(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
             b_max = b_next
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
     b_inverse = tl.where(b_sum == 0, 0.0, 1.0 / tl.where(b_sum == 0, 1.0, b_sum))
@@ -146,7 +147,7 @@ def projection_kernel(
         o_k = i_k + tl.arange(0, BK)
         b_eigenvalues = tl.load(p_eigenvalues + o_k, mask=o_k < n_features, other=0.0)
         b_scaled = (b_heads * b_eigenvalues[None, :]).to(b_basis.dtype)
-        b_y = tl.dot(b_scaled, b_basis, b_y, input_precision=PRECISION)
+        b_y = multiply(b_scaled, b_basis, b_y, PRECISION)
     finish_tile(
         b_y, i_b, i_m, i_e, i_row, p_r, r_sb, r_st, r_se, p_y, p_wide, p_statistics, n_tokens, n_channels, BM, BE
     )
@@ -190,7 +191,7 @@ def fused_kernel(
         b_sums = ()
         for i_e in tl.static_range(PIECES):
             b_basis = load_matrix(p_basis_h, basis_sk, basis_se, 0, i_e * BE, D, n_channels, BD, BE)  # [BD, BE]
-            b_sums = b_sums + (tl.dot(b_scaled, b_basis, b_y[i_e], input_precision=PRECISION),)
+            b_sums = b_sums + (multiply(b_scaled, b_basis, b_y[i_e], PRECISION),)
         b_y = b_sums
     for i_e in tl.static_range(PIECES):
         finish_tile(

@@ -184,7 +184,8 @@ def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall
             calls += [call(tokens, width, channels, is_inference=True) for tokens in (197, 1024)]
             if dtype != torch.float32:  # whose blocks are the same with and without a mask
                 calls += [call(tokens, width, channels, is_causal=True) for tokens in (197, 1024)]
-            calls.append(call(197, width, channels, "bool"))
+            calls += [call(197, width, channels, "bool"), call(1024, width, channels, "bool", is_causal=True)]
+            calls.append(call(1024, width, channels, "bias"))
             # Widths that do not fill their tile, one of which 16 does not divide.
             calls.append(call(1024, width * 3 // 4, channels, "bias", is_causal=True))
             narrow = width // 2 + 8

@@ -1,4 +1,4 @@
-"""spectral_attention on a real GPU: what the interpreter cannot show (bfloat16, races, several devices, graphs)."""
+"""spectral_attention on a real GPU: what the interpreter cannot show (bfloat16, TF32, races, devices, graphs)."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ class TestExactness:
 
     def test_packed_views(self, dtype):
         check(*random_calls(packed=True, dtype=dtype))
+
+
+@pytest.mark.parametrize("width", [64, 72, 128])
+@pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+def test_tf32(width, mask):
+    """As exact as PyTorch with TF32, whose matrix products round their operands too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check(*random_calls(queries=65, keys=65, width=width, channels=192, mask=mask, dtype=torch.float32))
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
