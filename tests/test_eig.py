@@ -310,6 +310,37 @@ class TestBits:
         assert torch.equal(values[-7:], linalg.eigvals(a[-7:], backend="cpu"))
 
 
+def assert_refused(a):
+    a = a.requires_grad_()
+    with pytest.raises(torch.linalg.LinAlgError, match="eig: A is defective"):
+        linalg.eigvals(a, backend="cpu").abs().sum().backward()
+
+
+def assert_trace_gradient(a, tolerance):
+    a = a.requires_grad_()
+    linalg.eigvals(a, backend="cpu").real.sum().backward()
+    torch.testing.assert_close(a.grad, torch.eye(a.shape[-1]).to(a).expand_as(a), rtol=0, atol=tolerance)
+
+
+# From a random batch and ε. Each but the first three comes close to one of the marks of a defective matrix.
+HONEST = {
+    "random": lambda x, eps: x,
+    "softmax": lambda x, eps: x.softmax(-1),
+    "nearly symmetric": lambda x, eps: x + x.mT + 1e-3 * x,
+    "sharp softmax": lambda x, eps: (3 * x).softmax(-1),
+    "near the identity": lambda x, eps: torch.eye(x.shape[-1]) + 1e-2 * x,
+    "the identity and noise": lambda x, eps: torch.eye(x.shape[-1]) + 10 * eps * x,
+    "projections": lambda x, eps: _projections(x),
+    "orthogonal": lambda x, eps: torch.linalg.qr(x).Q,
+    "permutations": lambda x, eps: torch.eye(x.shape[-1], dtype=x.dtype)[x[..., 0].argsort(-1)],
+}
+
+
+def _projections(x):
+    half = torch.linalg.qr(x).Q[..., : x.shape[-1] // 2]
+    return half @ half.mT
+
+
 class TestGradients:
     @pytest.mark.parametrize("n", [1, 2, 5])
     def test_eigvals(self, n):
@@ -360,20 +391,121 @@ class TestGradients:
             linalg.eigvals(a, backend="cpu")[0].abs().sum().backward()  # the other matrix has its gradient
             assert a.grad.isfinite().all() and (a.grad[1] == 0).all()
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("n", [2, 3, 4, 8])
     def test_rounding_does_not_hide_a_jordan_block(self, n, dtype):
+        """In float32 from a coupling of a hundredth of A's size on, less what the basis takes away."""
         bases = torch.linalg.qr(randn(50, n, n)).Q
-        for eigenvalue in (0.0, 1.0):
-            block = _jordan(n) + (eigenvalue - 1) * torch.eye(n, dtype=torch.float64)
-            for matrix in bases @ block @ bases.mT:
-                a = matrix.to(dtype).requires_grad_()
+        for eigenvalue in (0, 1, -30 if dtype == torch.float32 else -100):
+            for matrix in bases @ _jordan(n, eigenvalue) @ bases.mT:
+                assert_refused(matrix.to(dtype))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_nor_does_the_rest_of_a_matrix(self, dtype):
+        eigenvalue = 30 if dtype == torch.float32 else 100
+        block = torch.block_diag(_jordan(3, eigenvalue), torch.diag(eigenvalue + 2 + torch.arange(21.0).double()))
+        for basis in torch.linalg.qr(randn(30, 24, 24)).Q:
+            assert_refused((basis @ block @ basis.mT).to(dtype))
+
+    @pytest.mark.parametrize("scale", [1e-30, 1e30])
+    def test_a_jordan_block_of_any_size(self, scale):
+        basis = torch.linalg.qr(randn(3, 3)).Q
+        assert_refused((scale * basis @ _jordan(3, 1) @ basis.mT).float())
+        linalg.eigvals((scale * randn(3, 3)).float().requires_grad_()).abs().sum().backward()
+
+    def test_a_small_coupling_is_refused_until_it_is_rounding(self):
+        a = torch.eye(2, dtype=torch.float64)
+        for coupling in (1.0, 1e-4, 1e-6):
+            assert_refused(a + coupling * torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+        for coupling in (1e-8, 1e-12, 1e-16):
+            assert_trace_gradient(a + coupling * torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 1e-6)
+
+    def test_in_float32_a_condition_number_below_a_hundred_is_not_refused(self):
+        """[[1, c], [e, 1]] has the condition number √(c/e)/2: 50 and 158."""
+        linalg.eigvals(torch.tensor([[1, 1e-2], [1e-6, 1]]).requires_grad_()).abs().sum().backward()
+        assert_refused(torch.tensor([[1, 1e-1], [1e-6, 1]]))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("name", HONEST)
+    def test_other_matrices_are_not_refused(self, name, dtype):
+        """Though eigenvalues of some are equal, close or ill-conditioned."""
+        for n in (2, 16, 65):
+            a = HONEST[name](randn(50, n, n, seed=n), torch.finfo(dtype).eps).to(dtype).requires_grad_()
+            linalg.eigvals(a, backend="cpu").abs().sum().backward()
+            assert a.grad.isfinite().all()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_trace_of_equal_eigenvalues(self, dtype):
+        """Left and right eigenvectors that do not belong together would give a gradient that is wrong by hundreds."""
+        eps = torch.finfo(dtype).eps
+        for n in (8, 33, 65):
+            basis = torch.linalg.qr(randn(10, n, n)).Q
+            values = 1 + 2 * (torch.arange(n) < n // 2).double()
+            for a in ((basis * values) @ basis.mT, torch.eye(n) + 10 * eps * randn(10, n, n)):
+                assert_trace_gradient(a.to(dtype), 1e3 * n * eps)  # condition numbers are up to a thousand
+
+    def test_a_defective_matrix_is_refused_in_a_second_derivative_and_by_eig_ex(self):
+        basis = torch.linalg.qr(randn(3, 3)).Q
+        a = (basis @ _jordan(3, 100) @ basis.mT).requires_grad_()
+        for solver in (linalg.eig, linalg.eig_ex, linalg.eigvals_ex):
+            loss = solver(a, backend="cpu").eigenvalues.abs().sum()
+            for again in (False, True):
                 with pytest.raises(torch.linalg.LinAlgError, match="eig: A is defective"):
-                    linalg.eigvals(a, backend="cpu").abs().sum().backward()
+                    torch.autograd.grad(loss, a, create_graph=again, retain_graph=True)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_defective_pair_leaves_other_eigenvalues_their_gradient(self, dtype):
+        a = torch.tensor([[1, 0, 0], [1, 1, 0], [0.3, 0.7, 5]], dtype=dtype).requires_grad_()
+        values = linalg.eigvals(a, backend="cpu")
+        values.real[values.detach().real.argmax()].backward()
+        wanted = torch.tensor([[0, 0, 0.11875], [0, 0, 0.175], [0, 0, 1]], dtype=dtype)  # w vᵀ
+        torch.testing.assert_close(a.grad, wanted)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_so_does_a_block_of_zeros(self, dtype):
+        """Its left eigenvectors overflow."""
+        for n in (4, 8):
+            a = torch.block_diag(_jordan(n, 0), torch.tensor([[5.0]])).to(dtype).requires_grad_()
+            values = linalg.eigvals(a, backend="cpu")
+            values.real[values.detach().real.argmax()].backward()
+            assert a.grad[n, n] == 1 and a.grad.abs().sum() == 1
 
     def test_equal_eigenvalues_have_no_eigenvector_gradient(self):
         a = torch.eye(3, dtype=torch.float64, requires_grad=True)
         with pytest.raises(torch.linalg.LinAlgError, match="eig: eigenvalues 0 and 1 are equal to rounding"):
+            linalg.eig(a, backend="cpu").eigenvectors.real.sum().backward()
+
+    def test_a_function_of_a_matrix_with_equal_eigenvalues_is_refused_or_right(self):
+        """V Λ V⁻¹ is A, so its gradient is that of the loss; equal eigenvalues do not tell it, but zero is not it."""
+
+        def gradient(values, weights):
+            a = torch.tensor(values, dtype=torch.float64).diag().requires_grad_()
+            found, vectors = linalg.eig(a, backend="cpu")
+            again = (vectors * found) @ torch.linalg.inv(vectors)
+            return torch.autograd.grad((again.real * weights).sum(), a)[0]
+
+        weights = torch.arange(1.0, 10.0, dtype=torch.float64).reshape(3, 3)
+        torch.testing.assert_close(gradient([1.0, 3.0, 2.0], weights), weights)
+        for values in ([1.0, 1.0, 2.0], [1.0, 1.0, 1.0]):
+            with pytest.raises(torch.linalg.LinAlgError, match="eigenvalues 0 and 1 are equal to rounding: a function"):
+                gradient(values, weights)
+        alike = weights.clone().fill_diagonal_(1.0)  # the equal eigenvalues have equal derivatives
+        with pytest.raises(torch.linalg.LinAlgError, match="eigenvalues 0 and 1 are equal to rounding: a function"):
+            gradient([1.0, 1.0, 2.0], alike)
+        unit = torch.eye(3, dtype=torch.float64)  # the trace
+        torch.testing.assert_close(gradient([1.0, 1.0, 1.0], unit), unit)
+
+    def test_other_eigenvectors_beside_equal_eigenvalues(self):
+        """A loss of the eigenvector of another eigenvalue, and of all eigenvalues alike."""
+        a = torch.tensor([1.0, 1.0, 2.0], dtype=torch.float64).diag().requires_grad_()
+        values, vectors = linalg.eig(a, backend="cpu")
+        loss = values.real.square().sum() + vectors[0, 2].abs().square() * values[2].real
+        torch.testing.assert_close(torch.autograd.grad(loss, a)[0], 2 * a.detach())
+
+    def test_eigenvalues_equal_to_rounding_count_as_equal(self):
+        eps = torch.finfo(torch.float64).eps
+        a = torch.diag(torch.tensor([1, 1 + eps, 2], dtype=torch.float64)).requires_grad_()
+        with pytest.raises(torch.linalg.LinAlgError, match="eig: eigenvalues . and . are equal to rounding"):
             linalg.eig(a, backend="cpu").eigenvectors.real.sum().backward()
 
     def test_a_loss_of_the_phase_is_refused(self):
@@ -386,8 +518,10 @@ class TestGradients:
         a = randn(2, 3, 3)
         a[1] = math.nan
         a.requires_grad_()
-        linalg.eigvals_ex(a, backend="cpu").eigenvalues[0].abs().sum().backward()
-        assert a.grad.isfinite().all() and (a.grad[1] == 0).all()
+        values = linalg.eigvals_ex(a, backend="cpu").eigenvalues.abs()
+        for loss in (values[0].sum(), values.sum()):
+            (grad,) = torch.autograd.grad(loss, a, retain_graph=True)
+            assert grad.isfinite().all() and (grad[0] != 0).any() and (grad[1] == 0).all()
 
     def test_backward_twice(self):
         repeat.check_backward_twice(lambda a: linalg.eigvals(a).abs(), (randn(3, 5, 5).requires_grad_(),))
@@ -399,8 +533,8 @@ class TestGradients:
             assert not linalg.eigvals(a).requires_grad
 
 
-def _jordan(n):
-    return torch.eye(n, dtype=torch.float64) + torch.diag(torch.ones(n - 1, dtype=torch.float64), 1)
+def _jordan(n, eigenvalue=1):
+    return eigenvalue * torch.eye(n, dtype=torch.float64) + torch.diag(torch.ones(n - 1, dtype=torch.float64), 1)
 
 
 def _rebuilt(values, vectors):
