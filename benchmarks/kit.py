@@ -229,6 +229,7 @@ class Run:
     machine: dict[str, object]
     foreign_cpus: float | None  # how many CPUs others used before the run
     matmul_peaks: dict[str, float]  # float32 FLOP/s of every device in use
+    left_out: int = 0  # cases that were to follow when the run was interrupted
 
     @property
     def passed(self) -> bool:
@@ -248,16 +249,25 @@ def run_cases(
     quick: bool = False,
     foreign_cpus: float | None = None,
     progress: Callable[[Case], None] = lambda case: None,
+    keep: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """Run the cases one after another; `progress` is told before each."""
-    peaks: dict[str, float] = {}
-    results = []
-    for case in cases:
-        if is_compiled(case.ours) and not compiled:
-            continue
+    """Run the cases one after another; `progress` is told before each, `keep` gets what there is after each.
+
+    An interrupt ends the run with what there is, provided there is something.
+    """
+    cases = [case for case in cases if compiled or not is_compiled(case.ours)]
+    run = Run([], plan, quick, machine.describe(), foreign_cpus, {}, len(cases))
+    for done, case in enumerate(cases, 1):
         progress(case)
-        device = device_of(case.backend)
-        if device not in peaks:
-            peaks[device] = machine.matmul_peak(0.05 if quick else 0.5, device)
-        results.append(run_case(case, plan, compiled=compiled, matmul_peak=peaks[device]))
-    return Run(results, plan, quick, machine.describe(), foreign_cpus, peaks)
+        try:
+            device = device_of(case.backend)
+            if device not in run.matmul_peaks:
+                run.matmul_peaks[device] = machine.matmul_peak(0.05 if quick else 0.5, device)
+            result = run_case(case, plan, compiled=compiled, matmul_peak=run.matmul_peaks[device])
+        except KeyboardInterrupt:
+            if run.results:
+                break
+            raise
+        run = replace(run, results=[*run.results, result], left_out=len(cases) - done)
+        keep(run)
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import subprocess
@@ -64,6 +65,16 @@ def foreign_cpus(seconds: float = 1.0) -> float | None:
     load = ForeignLoad()
     time.sleep(seconds)
     return load.cpus()
+
+
+def line_round_trip() -> float | None:
+    """Seconds that a cache line takes from one of torch's threads to another and back; None where that is unknown.
+
+    On a virtual machine it changes while a process runs, as the host moves the virtual CPUs: those that share a
+    third-level cache are several times nearer to each other, and what waits for other threads is faster there.
+    """
+    seconds = _extension.native.line_round_trip() if _extension.native else math.nan
+    return None if math.isnan(seconds) else seconds
 
 
 def memory_probes(limit: str, size: int, device: str = "cpu") -> dict[str, Call]:

@@ -38,6 +38,14 @@ def _megabytes(result: Result, name: str | None) -> str:
     return "-" if size is None else f"{size / 1e6:.1f} MB"
 
 
+def _round_trip(result: Result) -> str:
+    known = [seconds * 1e9 for seconds in (result.measurement.round_trips if result.measurement else ()) if seconds]
+    if not known:
+        return "-"
+    low, high = min(known), max(known)
+    return f"{low:.0f} to {high:.0f} ns" if high > 2 * low else f"{low:.0f} ns"
+
+
 def _targets(result: Result) -> str:
     def verdict(baseline: str, wanted: float) -> str:
         ratio = result.ratio(baseline)
@@ -65,6 +73,7 @@ def _row(result: Result, baselines: Sequence[str]) -> list[str]:
         _megabytes(result, best[0] if best else None),
         _rate(result),
         f"{result.share:.0%}" if result.share is not None else "-",
+        _round_trip(result),
         _targets(result),
     ]
 
@@ -85,7 +94,7 @@ def _table_of(title: str, results: list[Result]) -> list[str]:
     baselines = list(dict.fromkeys(name for result in results for name in result.case.baselines))
     measured = [name for name in baselines if any(name in result.checks for result in results)]
     header = ["shape", "dtype", "mode", "ours", "ours min", *measured, "best plain"]
-    header += ["memory", "its memory", "rate", "of peak", "targets"]
+    header += ["memory", "its memory", "rate", "of peak", "round trip", "targets"]
     return [title, *("  " + line for line in _aligned([header, *(_row(result, measured) for result in results)])), ""]
 
 
@@ -112,6 +121,8 @@ def _disturbances(run: Run) -> str:
 
 def _warnings(run: Run) -> list[str]:
     lines = []
+    if run.left_out:
+        lines.append(f"WARNING: INTERRUPTED; {run.left_out} cases that were to follow were not run.")
     if not run.idle:
         lines.append("WARNING: OTHER PROCESSES USED THE MACHINE; these figures are not to be quoted.")
         lines.append(f"         {_disturbances(run)}")
@@ -145,6 +156,8 @@ def _machine(run: Run) -> list[str]:
         "of peak: our rate as a share of what torch's plain passes over as many bytes (sum or max; copy or triad)",
         "reached between our calls, or of its matrix product",
         "memory: the most that one call holds beyond its inputs, results included; its memory: that of the best plain",
+        "round trip: of a cache line between two threads; several times longer where their CPUs share no cache, which",
+        "slows down what waits for other threads: torch's SDPA and QR above all",
     ]
 
 
@@ -177,6 +190,7 @@ def _result_as_json(result: Result) -> dict[str, object]:
         "trusted": result.trusted,
         "rounds": measurement.rounds if measurement else 0,
         "undisturbed_rounds": measurement.undisturbed_rounds if measurement else 0,
+        "round_trips": list(measurement.round_trips) if measurement else [],
         "seconds": {name: asdict(timing) for name, timing in measurement.timings.items()} if measurement else {},
         "memory": dict(result.memory),
         "ratios": result.ratios,
@@ -200,6 +214,7 @@ def as_json(run: Run) -> dict[str, object]:
     return {
         "format": FORMAT,
         "passed": run.passed,
+        "left_out": run.left_out,
         "quick": run.quick,
         "idle": run.idle,
         "foreign_cpus": run.foreign_cpus,

@@ -50,12 +50,14 @@ class Measurement:
     rounds: int
     undisturbed_rounds: int
     trusted: bool  # enough undisturbed rounds; otherwise the timings may be of a shared machine
+    round_trips: tuple[float | None, ...] = ()  # of a cache line between two threads, before each kept round
 
 
 @dataclass(frozen=True)
 class _Round:
     seconds: dict[str, list[float]]
     disturbed: bool
+    round_trip: float | None
 
 
 def time_slice(call: Call, seconds: float) -> list[float]:
@@ -72,8 +74,9 @@ def time_slice(call: Call, seconds: float) -> list[float]:
 
 def _run_round(calls: Mapping[str, Call], slice_seconds: float) -> _Round:
     load = machine.ForeignLoad()
+    round_trip = machine.line_round_trip()
     seconds = {name: time_slice(call, slice_seconds) for name, call in calls.items()}
-    return _Round(seconds, machine.is_disturbed(load.cpus()))
+    return _Round(seconds, machine.is_disturbed(load.cpus()), round_trip)
 
 
 def _summarize(name: str, rounds: list[_Round]) -> Timing:
@@ -100,4 +103,5 @@ def interleave(calls: Mapping[str, Call], plan: Plan) -> Measurement:
             undisturbed.append(rounds[-1])
     trusted = len(undisturbed) >= enough
     kept = undisturbed or rounds
-    return Measurement({name: _summarize(name, kept) for name in calls}, len(rounds), len(undisturbed), trusted)
+    timings = {name: _summarize(name, kept) for name in calls}
+    return Measurement(timings, len(rounds), len(undisturbed), trusted, tuple(each.round_trip for each in kept))

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/round_trip.h"
 
 #define OVERTONE_STRINGIFY_(x) #x
 #define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
@@ -52,6 +53,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_isa", &overtone::set_isa, pybind11::arg("name"), "Cap the instruction set for this process.");
   m.def("last_kernel", &overtone::last_kernel, "The CPU kernel that ran last, as 'op/level'.");
   m.def("cpu_features", &cpu_features, "CPU features the kernels could use, and whether this machine has them.");
+  m.def("line_round_trip", &overtone::line_round_trip, pybind11::call_guard<pybind11::gil_scoped_release>(),
+        "Seconds that a cache line takes from one of torch's threads to another and back; nan if there is no other.");
 #if defined(OVERTONE_WITH_CUDA)
   m.attr("has_cuda") = true;
 #endif

@@ -45,6 +45,32 @@ def test_command_succeeds_and_writes_json(only, capsys, tmp_path):
     assert json.loads((tmp_path / "new" / "out.json").read_text())["passed"] is True
 
 
+def test_an_interrupted_run_keeps_what_it_has(only, capsys, tmp_path, monkeypatch):
+    """Its table is printed; the file had it already, as a killed run leaves it."""
+    only(case(), case(op="second"), case(op="third"))
+    file, on_disk, real = tmp_path / "out.json", [], kit.run_case
+
+    def interrupted(each, *args, **options):
+        if each.op == "second":
+            on_disk.extend(json.loads(file.read_text())["results"])
+            raise KeyboardInterrupt
+        return real(each, *args, **options)
+
+    monkeypatch.setattr(kit, "run_case", interrupted)
+    assert command("--quick", "--json", str(file)) == 130
+    printed = capsys.readouterr().out
+    assert "square" in printed and "INTERRUPTED; 2 cases" in printed
+    kept = json.loads(file.read_text())
+    assert kept["left_out"] == 2 and kept["results"] == on_disk and [x["op"] for x in on_disk] == ["square"]
+
+
+def test_an_interrupt_before_any_result_is_one(only, monkeypatch):
+    only(case())
+    monkeypatch.setattr(machine, "matmul_peak", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        command("--quick")
+
+
 def test_command_fails_on_a_wrong_result(only, capsys):
     only(case(), case(op="broken", ours=wrong_square))
     assert command("--quick") == 1

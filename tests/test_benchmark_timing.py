@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -91,9 +93,27 @@ def test_figures_of_a_busy_machine_are_marked(clock, monkeypatch):
     assert report.as_json(outcome)["idle"] is False
 
 
-# The machine. These need the real ForeignLoad.
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ([5e-8, 5.1e-8, 4.9e-8, 6e-8], " 49 ns"),
+        ([5e-8, 3.4e-7, 3.3e-7, 5.1e-8], " 50 to 340 ns"),
+        ([None] * 4, " - "),
+    ],
+)
+def test_the_way_between_threads_is_said_beside_the_figures(clock, monkeypatch, seconds, text):
+    trips = iter(seconds)
+    monkeypatch.setattr(machine, "line_round_trip", lambda: next(trips))
+    outcome = run(case(ours=taking(clock, 1.0), targets={"reference": 2.0}))
+    (row,) = [line for line in report.table(outcome).splitlines() if "2x reference: missed" in line]
+    assert text in row
+    assert report.as_json(outcome)["results"][0]["round_trips"] == seconds
+
+
+# The machine. These need the real ones.
 
 RealForeignLoad = machine.ForeignLoad
+real_line_round_trip = machine.line_round_trip
 
 
 @pytest.mark.parametrize(("busy", "own", "wanted"), [(1.5, 1.5, 0.0), (1.5, 0.5, 0.5), (0.51, 0.5, 0.0)])
@@ -117,6 +137,28 @@ def test_a_busy_process_is_seen(monkeypatch):
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_line_goes_from_thread_to_thread_and_back(threads, cpu_kernels):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this process has one CPU")
+    threads(2)
+    tries = (real_line_round_trip() for _ in range(400))  # others may use the CPUs at the time
+    trip = next((trip for trip in tries if trip is not None), None)
+    assert trip is not None and 1e-9 < trip < 1e-4
+
+
+def test_one_thread_has_nobody_to_send_a_line_to(threads, cpu_kernels):
+    threads(1)
+    assert math.isnan(cpu_kernels.line_round_trip())
+    assert real_line_round_trip() is None
 
 
 def test_without_proc_stat_idleness_is_unknown_and_said(monkeypatch):

@@ -88,6 +88,16 @@ struct WideSum<double> {
   }
 };
 
+// Asks for part of a row that is read or written soon: into the second-level cache.
+template <class T>
+OVERTONE_INLINE void fetch_ahead(const T* row, int64_t elements) {
+  constexpr int64_t kLine = 64;
+  const char* first = reinterpret_cast<const char*>(row);
+  for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += kLine) {
+    __builtin_prefetch(first + byte, 0, 2);
+  }
+}
+
 // The channels [begin, begin + width) of one sample, in vectors.
 template <class A>
 struct ChannelBlock {
@@ -97,12 +107,17 @@ struct ChannelBlock {
   int64_t index;  // of the block within its sample
   int64_t begin;
   int width;
+  int next_width;  // of the block behind it, if the same work item has one
 
   ChannelBlock(const FrequencyShape& shape, int64_t sample, int64_t index)
       : sample(sample),
         index(index),
         begin(index * kChannelBlock),
-        width(static_cast<int>(std::min(kChannelBlock, shape.channels - begin))) {}
+        width(static_cast<int>(std::min(kChannelBlock, shape.channels - begin))),
+        next_width(
+            (index + 1) % shape.blocks_per_item() == 0
+                ? 0
+                : static_cast<int>(std::clamp(shape.channels - begin - kChannelBlock, int64_t{0}, kChannelBlock))) {}
 
   // Lanes of vector v that hold channels.
   int lanes(int v) const { return std::clamp(width - v * kLanes<A>, 0, kLanes<A>); }
@@ -136,6 +151,13 @@ struct BlockRows {
         return Vector<A>{};
       }
       return OVERTONE_LEVEL::load(first + row * token_stride + v * kLanes<A> * channel_stride, channel_stride, lanes);
+    }
+  }
+
+  // A block's part of a row is a few lines, of rows far apart: nothing that the hardware would foresee.
+  OVERTONE_INLINE void fetch_next_block(int64_t row) const {
+    if constexpr (kPacked) {
+      fetch_ahead(first + row * token_stride + kChannelBlock, block.next_width);
     }
   }
 
@@ -188,6 +210,17 @@ struct ValidTokens {
 
   OVERTONE_INLINE bool operator[](int64_t row) const { return flags == nullptr || flags[row * stride]; }
 
+  // Whether there are so many tokens from `row` on, and all of them take part.
+  OVERTONE_INLINE bool are_all(int64_t row, int64_t rows) const {
+    if (row + rows > tokens) {
+      return false;
+    }
+    while (rows > 0 && (*this)[row + rows - 1]) {
+      --rows;
+    }
+    return rows == 0;
+  }
+
   int64_t count() const {
     if (flags == nullptr) {
       return tokens;
@@ -227,6 +260,7 @@ struct BlockMean {
   OVERTONE_INLINE BlockMean(const Rows& x, const ValidTokens& valid) : count(valid.count()) {
     BlockSums<A> sums;
     for (int64_t row = 0; row < valid.tokens; ++row) {
+      x.fetch_next_block(row);
       if (valid[row]) {
         for (int v = 0; v < kVectors; ++v) {
           x.add_to(sums[v], row, v);

@@ -45,70 +45,124 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
 
 // y = constant + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes to.
 template <class A>
-struct RowMap {
-  Scratch<A> memory;
-  A* mean;
-  A* constant;
-  A* high;
-
-  explicit RowMap(int64_t channels) : memory(3 * Scratch<A>::padded(padded_to(channels, kChannelBlock))) {
-    for (A** part : {&mean, &constant, &high}) {
-      *part = memory.take(padded_to(channels, kChannelBlock));
+class RowMap {
+ public:
+  explicit RowMap(int64_t channels) : memory_(3 * Scratch<A>::padded(padded_to(channels, kChannelBlock))) {
+    for (A** part : {&values_.mean, &values_.constant, &values_.high}) {
+      *part = memory_.take(padded_to(channels, kChannelBlock));
     }
   }
 
   // Fills in one block: low(v) ⊙ mean + high(v) ⊙ (x − mean). The constant has the mean's rest, beyond A's precision.
   template <class Low, class High>
-  OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low, High high_at) {
+  OVERTONE_INLINE void set(const ChannelBlock<A>& block, const BlockMean<A>& block_mean, Low low, High high) {
     for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
       const int64_t channel = block.begin + v * kLanes<A>;
-      store_full(block_mean.value[v], mean + channel);
-      store_full<A>(low(v) * block_mean.value[v] - high_at(v) * block_mean.rest[v], constant + channel);
-      store_full<A>(high_at(v), high + channel);
+      store_full(block_mean.value[v], values_.mean + channel);
+      store_full<A>(low(v) * block_mean.value[v] - high(v) * block_mean.rest[v], values_.constant + channel);
+      store_full<A>(high(v), values_.high + channel);
     }
   }
 
-  // Channels [begin, end) of a sample, row by row; adds `plus`, laid out as `out`, where it is given.
+  // Channels [begin, end) of a sample; adds `plus`, laid out as `out`, where it is given.
   template <class T>
   void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
              const T* plus, T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
     plus = plus == nullptr ? nullptr : plus + sample * valid.tokens * channels;
-    const int64_t whole = x.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
-    for (int64_t row = 0; row < valid.tokens; ++row) {
-      if (!valid[row]) {
-        std::memset(static_cast<void*>(out + row * channels + begin), 0, (end - begin) * sizeof(T));
-        continue;
+    for (int64_t row = 0; row < valid.tokens;) {
+      const Rows<T> rows{tokens + row * x.token_stride,
+                         x.token_stride,
+                         x.channel_stride,
+                         plus == nullptr ? nullptr : plus + row * channels,
+                         out + row * channels,
+                         channels};
+      const int64_t count = valid.are_all(row, kRows) ? kRows : 1;
+      for (int64_t ahead = row + kRowsAhead; ahead < std::min(row + kRowsAhead + count, valid.tokens); ++ahead) {
+        fetch_ahead(out + ahead * channels + begin, end - begin);
       }
-      const T* token = tokens + row * x.token_stride;
-      T* out_row = out + row * channels;
-      const T* plus_row = plus == nullptr ? nullptr : plus + row * channels;
-      int64_t channel = begin;
-      if (plus_row == nullptr) {
-        for (; channel < whole; channel += kLanes<A>) {
-          store_full(mapped(load_full(token + channel), channel), out_row + channel);
-        }
+      if (count == kRows) {
+        map<kRows>(rows, begin, end);
+      } else if (valid[row]) {
+        map<1>(rows, begin, end);
       } else {
-        for (; channel < whole; channel += kLanes<A>) {
-          const Vector<A> value = mapped(load_full(token + channel), channel);
-          store_full(load_full(plus_row + channel) + value, out_row + channel);
-        }
+        std::memset(static_cast<void*>(rows.out + begin), 0, (end - begin) * sizeof(T));
       }
-      for (; channel < end; channel += kLanes<A>) {
+      row += count;
+    }
+  }
+
+ private:
+  static constexpr int kRows = 4;  // that share the loads of the channels' values
+  // Lines to be written are asked for so many rows ahead: as much was waited for them as all else took.
+  static constexpr int64_t kRowsAhead = 16;
+
+  template <class T>
+  struct Rows {
+    const T* token;
+    int64_t token_stride;
+    int64_t channel_stride;
+    const T* plus;
+    T* out;
+    int64_t channels;
+  };
+
+  template <int kCount, class T>
+  OVERTONE_INLINE void map(const Rows<T>& rows, int64_t begin, int64_t end) const {
+    const int64_t whole = rows.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
+    rows.plus == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
+    for (int row = 0; row < kCount; ++row) {
+      for (int64_t channel = whole; channel < end; channel += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
-        Vector<A> value = mapped(load(token + channel * x.channel_stride, x.channel_stride, lanes), channel);
-        if (plus_row != nullptr) {
-          value += load(plus_row + channel, 1, lanes);
+        const T* token = rows.token + row * rows.token_stride + channel * rows.channel_stride;
+        Vector<A> value = values_.at(channel).map(load(token, rows.channel_stride, lanes));
+        if (rows.plus != nullptr) {
+          value += load(rows.plus + row * rows.channels + channel, 1, lanes);
         }
-        store(value, out_row + channel, lanes);
+        store(value, rows.out + row * rows.channels + channel, lanes);
       }
     }
   }
 
-  OVERTONE_INLINE Vector<A> mapped(Vector<A> value, int64_t channel) const {
-    return load_full(constant + channel) + load_full(high + channel) * (value - load_full(mean + channel));
+  // Channels [begin, end) in full vectors of consecutive channels. Works on copies: a vector's store might change any
+  // member, for all the compiler knows, and it would read them again for every vector.
+  template <int kCount, bool kPlus, class T>
+  void map_whole(Rows<T> rows, int64_t begin, int64_t end) const {
+    const ChannelValues values = values_;
+    for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
+      const ChannelMap channel_map = values.at(channel);
+      OVERTONE_UNROLL
+      for (int row = 0; row < kCount; ++row) {
+        Vector<A> value = channel_map.map(load_full(rows.token + row * rows.token_stride + channel));
+        if constexpr (kPlus) {
+          value += load_full(rows.plus + row * rows.channels + channel);
+        }
+        store_full(value, rows.out + row * rows.channels + channel);
+      }
+    }
   }
+
+  struct ChannelMap {
+    Vector<A> mean;
+    Vector<A> constant;
+    Vector<A> high;
+
+    OVERTONE_INLINE Vector<A> map(Vector<A> x) const { return constant + high * (x - mean); }
+  };
+
+  struct ChannelValues {
+    A* mean;
+    A* constant;
+    A* high;
+
+    OVERTONE_INLINE ChannelMap at(int64_t channel) const {
+      return {load_full(mean + channel), load_full(constant + channel), load_full(high + channel)};
+    }
+  };
+
+  Scratch<A> memory_;
+  ChannelValues values_;
 };
 
 template <class T, bool kPacked>

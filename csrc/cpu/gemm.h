@@ -156,24 +156,6 @@ struct AddTo {
   }
 };
 
-// A matrix B as gemm_by_panels() reads it: the columns of one tile's width together, row after row.
-template <class A>
-struct PanelIndex {
-  int64_t depth;
-  int vectors;
-
-  // Offset of vector `v` of row k.
-  OVERTONE_INLINE int64_t operator()(int64_t k, int v) const {
-    int first = 0;
-    int width = next_tile_width(vectors);
-    while (v >= first + width) {
-      first += width;
-      width = next_tile_width(vectors - first);
-    }
-    return first * kLanes<A> * depth + k * width * kLanes<A> + (v - first) * kLanes<A>;
-  }
-};
-
 // Where a panel's columns of C go: c = sum + earlier sums + plus.
 template <class A>
 struct PanelTarget {

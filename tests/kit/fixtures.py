@@ -74,6 +74,7 @@ def undisturbed_machine(monkeypatch):
     """These tests share the machine with whatever else runs on it; what they assert must not depend on that."""
     monkeypatch.setattr(machine, "ForeignLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
     monkeypatch.setattr(machine, "matmul_peak", lambda seconds, device: 1e11)
+    monkeypatch.setattr(machine, "line_round_trip", lambda: 5e-8)
 
 
 @pytest.fixture

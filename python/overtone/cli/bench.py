@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     how.add_argument("--rounds", type=_positive(int), metavar="N", help="undisturbed rounds wanted per case (10)")
     how.add_argument("--seconds", type=_positive(float), metavar="S", help="time limit per case (15)")
     how.add_argument("--threads", type=_positive(int), metavar="N", help="threads of torch (default: torch's)")
-    how.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    how.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, after every case")
     how.add_argument("--quick", action="store_true", help="two calls each, without torch.compile: a smoke test")
     how.add_argument("--no-compile", action="store_true", help="leave the torch.compile baselines out")
     how.add_argument("--require-idle", action="store_true", help="fail if other processes use the machine")
@@ -130,9 +130,12 @@ def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
         quick=args.quick,
         foreign_cpus=foreign,
         progress=_Progress(len(cases)),
+        keep=lambda run: _keep_json(args.json, report.as_json(run)),
     )
     print(report.table(result))
     _write_json(args.json, report.as_json(result))
+    if result.left_out:
+        return 130
     if args.require_idle and not result.idle:
         return _fail(DISTURBED, code=1)
     return 0 if result.passed else 1
@@ -202,11 +205,19 @@ def _write_readme(files: Sequence[Path]) -> int:
 
 
 def _write_json(path: Path | None, content: object) -> None:
+    _keep_json(path, content)
+    if path is not None:
+        _say(f"written: {path}")
+
+
+def _keep_json(path: Path | None, content: object) -> None:
+    """A file that is there is replaced at once, and so whole at any time."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    _say(f"written: {path}")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
 
 
 def _selected(case: Case, args: argparse.Namespace) -> bool:
