@@ -1,5 +1,7 @@
 """Data-parallel training of a sharpening ViT:  torchrun --nproc-per-node 2 two_processes.py"""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -25,4 +27,5 @@ for step in range(3):
     if rank == 0:
         print(f"step {step} on {count} processes: loss {loss.item():.4f}")
 dist.barrier()  # nobody leaves while another still works
+time.sleep(0.2)  # gloo's threads let go of the last tensors; ending before that, Python may abort
 dist.destroy_process_group()
