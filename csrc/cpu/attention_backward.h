@@ -56,11 +56,12 @@ class BackwardWorker {
         padded_width_(padded_to(shape_.width, kLanes<A>)),
         block_(key_block<A>(shape_.keys, kMostKeys)),
         long_strip_(even_strip(shape_.queries)),
-        memory_(2 * Scratch<A>::padded(shape_.width * block_) + 3 * Scratch<A>::padded(block_ * padded_width_) +
-                2 * Scratch<A>::padded(long_strip_ * block_) + 2 * Scratch<A>::padded(long_strip_ * padded_width_) +
+        memory_(2 * Scratch<A>::padded(KeyColumns<A>::size(block_, shape_.width)) +
+                3 * Scratch<A>::padded(block_ * padded_width_) + 2 * Scratch<A>::padded(long_strip_ * block_) +
+                2 * Scratch<A>::padded(long_strip_ * padded_width_) +
                 Scratch<A>::padded(shape_.queries * padded_width_) + Scratch<A>::padded(shape_.queries)) {
-    keys_across_ = memory_.take(shape_.width * block_);
-    values_across_ = memory_.take(shape_.width * block_);
+    keys_across_ = memory_.take(KeyColumns<A>::size(block_, shape_.width));
+    values_across_ = memory_.take(KeyColumns<A>::size(block_, shape_.width));
     keys_ = memory_.take(block_ * padded_width_);
     grad_keys_ = memory_.take(block_ * padded_width_);
     grad_values_ = memory_.take(block_ * padded_width_);
@@ -105,6 +106,10 @@ class BackwardWorker {
 
   bool has_one_block() const { return shape_.keys > 0 && shape_.keys <= block_; }
 
+  // The block at hand, of `count` keys.
+  KeyColumns<A> key_columns(int64_t count) const { return {keys_across_, count, shape_.width, has_one_block()}; }
+  KeyColumns<A> value_columns(int64_t count) const { return {values_across_, count, shape_.width, has_one_block()}; }
+
   // Whether products can write a gradient themselves.
   bool is_direct(const HeadTensor& out) const {
     constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
@@ -137,8 +142,8 @@ class BackwardWorker {
   void block_backward(int64_t key, int64_t count) {
     const MatrixRows key_rows = head_rows(call_.key, call_.type, image_, head_, key);
     const MatrixRows value_rows = head_rows(call_.value, call_.type, image_, head_, key);
-    pack_column_panels(key_rows, count, shape_.width, static_cast<A>(call_.scale * kLog2E), keys_across_);
-    pack_column_panels(value_rows, count, shape_.width, A{1}, values_across_);
+    key_columns(count).pack(key_rows, static_cast<A>(call_.scale * kLog2E));
+    value_columns(count).pack(value_rows, A{1});
     const ProductRows<A> keys(key_rows, count, shape_.width, keys_);
     const int64_t first_strip = call_.mask.causal ? key / long_strip_ * long_strip_ : 0;
     for (int64_t first = first_strip; first < shape_.queries; first += long_strip_) {
@@ -185,13 +190,11 @@ class BackwardWorker {
     const int64_t query = first + row;
     A* weights = weights_ + row * block_;
     A* grad_logits = grad_logits_ + row * block_;
-    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, queries.data + row * queries.ld, queries.ld,
-                      keys_across_, StoreTo<A>{weights, block_});
+    key_columns(count).multiply(rows, count, queries.data + row * queries.ld, queries.ld, weights, block_);
     mask_logits(call_, image_, head_, query, rows, key, count, weights, block_);
     const A* softmax_rows =
         static_cast<const A*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
-    gemm_by_panels<A>(rows, key_vectors, key_vectors, shape_.width, grads.data + row * grads.ld, grads.ld,
-                      values_across_, StoreTo<A>{grad_logits, block_});
+    value_columns(count).multiply(rows, count, grads.data + row * grads.ld, grads.ld, grad_logits, block_);
     for (int64_t i = 0; i < rows; ++i) {
       const A* dot = has_one_block() ? nullptr : dots_ + query + i;
       softmax_backward(softmax_rows + 2 * i, dot, key_vectors, weights + i * block_, grad_logits + i * block_);

@@ -3,6 +3,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/gemm.h"
+#include "cpu/key_columns.h"
 #include "cpu/packing.h"
 #include "cpu/scratch.h"
 #include "cpu/softmax.h"
@@ -111,15 +112,15 @@ class ForwardWorker {
   explicit ForwardWorker(const AttentionForward& call)
       : call_(call),
         shape_(call.shape),
-        padded_keys_(padded_to(shape_.keys, kLanes<A>)),
         padded_width_(padded_to(shape_.width, kLanes<A>)),
         block_(key_block<A>(shape_.keys, kMostKeys)),
         wide_(call),
-        memory_(Scratch<A>::padded(shape_.width * padded_keys_) + Scratch<A>::padded(shape_.keys * padded_width_) +
-                Scratch<A>::padded(kStrip * block_) + 2 * Scratch<A>::padded(kStrip * padded_width_) +
+        memory_(Scratch<A>::padded(KeyColumns<A>::size(shape_.keys, shape_.width)) +
+                Scratch<A>::padded(shape_.keys * padded_width_) + Scratch<A>::padded(kStrip * block_) +
+                2 * Scratch<A>::padded(kStrip * padded_width_) +
                 (call.heads == nullptr ? Scratch<A>::padded(call.query_block * shape_.features()) : 0) +
                 Scratch<A>::padded(call.query_block * kPanelLd<A>)) {
-    keys_ = memory_.take(shape_.width * padded_keys_);
+    keys_ = memory_.take(KeyColumns<A>::size(shape_.keys, shape_.width));
     values_ = memory_.take(shape_.keys * padded_width_);
     logits_ = memory_.take(kStrip * block_);
     queries_ = memory_.take(kStrip * padded_width_);
@@ -181,11 +182,15 @@ class ForwardWorker {
     return static_cast<const T*>(call_.residual) + image * strides[0] + query * strides[1];
   }
 
+  // The block of keys from `key` on.
+  KeyColumns<A> key_columns(int64_t key) const {
+    return {keys_ + key * shape_.width, std::min(block_, shape_.keys - key), shape_.width, shape_.keys <= block_};
+  }
+
   void attend(int64_t image, int64_t head, int64_t first_query, int64_t rows, A* heads) {
     const A scale = static_cast<A>(call_.scale * kLog2E);
     for (int64_t key = 0; key < shape_.keys; key += block_) {
-      pack_column_panels(head_rows(call_.key, call_.type, image, head, key), std::min(block_, shape_.keys - key),
-                         shape_.width, scale, keys_ + key * shape_.width);
+      key_columns(key).pack(head_rows(call_.key, call_.type, image, head, key), scale);
     }
     const ProductRows<A> values(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width, values_);
     for (int64_t row = 0; row < rows; row += kStrip) {
@@ -209,14 +214,9 @@ class ForwardWorker {
     for (int64_t key = 0; key < last_key; key += block_) {
       const int64_t count = std::min(block_, last_key - key);
       const int key_vectors = vectors_of<A>(count);
-      const int packed_vectors = vectors_of<A>(std::min(block_, shape_.keys - key));
-      gemm_by_panels<A>(rows, packed_vectors, key_vectors, shape_.width, queries.data, queries.ld,
-                        keys_ + key * shape_.width, StoreTo<A>{logits_, block_});
+      key_columns(key).multiply(rows, count, queries.data, queries.ld, logits_, block_);
       mask_logits(call_, image, head, first, rows, key, count, logits_, block_);
-      for (int64_t row = 0; row < rows; ++row) {
-        softmax[row].absorb(logits_ + row * block_, key_vectors);
-        coming_.fetch();
-      }
+      absorb_strip(rows, key_vectors, softmax);
       const A* block_values = values.data + key * values.ld;
       if (is_direct) {
         A inverse[kStrip];
@@ -240,6 +240,21 @@ class ForwardWorker {
           heads[row * shape_.features() + j] = last_key == 0 ? A{0} : outputs_[row * padded_width_ + j] * inverse;
         }
       }
+    }
+  }
+
+  void absorb_strip(int64_t rows, int key_vectors, SoftmaxRow<A>* softmax) {
+    constexpr int kRows = OVERTONE_VECTOR_BYTES == 64 ? 4 : 2;  // as many as the registers are for
+    int64_t row = 0;
+    for (; row + kRows <= rows; row += kRows) {
+      absorb_rows<kRows>(softmax + row, logits_ + row * block_, block_, key_vectors);
+      for (int i = 0; i < kRows; ++i) {
+        coming_.fetch();
+      }
+    }
+    for (; row < rows; ++row) {
+      absorb_rows<1>(softmax + row, logits_ + row * block_, block_, key_vectors);
+      coming_.fetch();
     }
   }
 
@@ -296,7 +311,6 @@ class ForwardWorker {
 
   const AttentionForward& call_;
   const AttentionShape& shape_;
-  int64_t padded_keys_;
   int64_t padded_width_;
   int64_t block_;  // keys at a time
   ComingRows coming_;

@@ -82,35 +82,44 @@ struct SoftmaxRow {
   // Takes the sum of the block's weights in.
   OVERTONE_INLINE void add(A block_sum) { sum = sum * rescale + block_sum; }
 
-  // Turns a block of logits (whole vectors) into unnormalised weights.
-  OVERTONE_INLINE void absorb(A* logits, int vectors) {
-    Vector<A> best[2] = {load_full(logits), load_full(logits + (vectors - 1) * kLanes<A>)};
-    for (int v = 1; v + 1 < vectors; v += 2) {
-      best[0] = larger<A>(best[0], load_full(logits + v * kLanes<A>));
-      best[1] = larger<A>(best[1], load_full(logits + (v + 1) * kLanes<A>));
-    }
-    const A safe = raise(largest_lane<A>(larger<A>(best[0], best[1])));
-    Vector<A> totals[2] = {};
-    int v = 0;
-    for (; v + 1 < vectors; v += 2) {
-      totals[0] += weights_of(logits + v * kLanes<A>, safe);
-      totals[1] += weights_of(logits + (v + 1) * kLanes<A>, safe);
-    }
-    if (v < vectors) {
-      totals[0] += weights_of(logits + v * kLanes<A>, safe);
-    }
-    add(sum_of_lanes<A>(totals[0] + totals[1]));
-  }
-
   // A row in which no key takes part has the sum 0, and an inverse of 0 makes it zero here and in backward.
   A inverse() const { return sum == 0 ? A{0} : 1 / sum; }
-
- private:
-  static OVERTONE_INLINE Vector<A> weights_of(A* logits, A maximum) {
-    const Vector<A> weights = exp2_nonpositive<A>(load_full(logits) - maximum);
-    store_full(weights, logits);
-    return weights;
-  }
 };
+
+// Turns a block of logits (whole vectors, rows `ld` apart) into unnormalised weights: several rows at once, as one
+// alone waits for the sum of its lanes.
+template <int kRows, class A>
+OVERTONE_INLINE void absorb_rows(SoftmaxRow<A>* rows, A* logits, int64_t ld, int vectors) {
+  Vector<A> best[kRows];
+  OVERTONE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    best[i] = load_full(logits + i * ld);
+  }
+  for (int v = 1; v < vectors; ++v) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      best[i] = larger<A>(best[i], load_full(logits + i * ld + v * kLanes<A>));
+    }
+  }
+  A safe[kRows];
+  OVERTONE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    safe[i] = rows[i].raise(largest_lane<A>(best[i]));
+  }
+  Vector<A> totals[kRows] = {};
+  for (int v = 0; v < vectors; ++v) {
+    OVERTONE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      A* p = logits + i * ld + v * kLanes<A>;
+      const Vector<A> weights = exp2_nonpositive<A>(load_full(p) - safe[i]);
+      store_full(weights, p);
+      totals[i] += weights;
+    }
+  }
+  OVERTONE_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    rows[i].add(sum_of_lanes<A>(totals[i]));
+  }
+}
 
 }  // namespace overtone::OVERTONE_LEVEL
