@@ -20,13 +20,14 @@ template <int kVectors>
 inline constexpr int kTileRows = kVectors == 2 ? 6 : 8;
 #endif
 
-// How a row of `left` vectors is cut. On 32 registers 8 × 3 is best: it reads the least of B per product. 6 × 4 serves
-// where threes do not fit (4, 7 = 4 + 3, 8 = 4 + 4), and narrower tiles only where nothing else does.
+// How a row of `left` vectors is cut: into fours where they fit, else into threes as far as they do (7 = 4 + 3);
+// narrower tiles only where nothing else fits. 6 × 4 and 8 × 3 both fill 32 registers; a row of 12 vectors in fours
+// makes attention forward 1–2 % faster than in threes (Zen 4).
 OVERTONE_INLINE int next_tile_width(int left) {
   if constexpr (kWidestTile == 2) {
     return left >= 2 ? 2 : 1;
   } else {
-    return left % 3 == 0 || left == 5 ? 3 : std::min(left, 4);
+    return left % 4 == 0 ? 4 : left % 3 == 0 || left == 5 ? 3 : std::min(left, 4);
   }
 }
 
