@@ -50,6 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   call.n = a.size(-1);
   call.is_float64 = a.scalar_type() == ScalarType::Double;
   call.row_stochastic = row_stochastic;
+  call.threads = torch::stable::get_num_threads();
   const ScalarType complex_type = call.is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
   const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
   const std::vector<int64_t> of_values(shape.begin(), shape.end() - 1), leading(shape.begin(), shape.end() - 2);

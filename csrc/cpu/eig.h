@@ -22,6 +22,7 @@ struct Eig {
   void* right = nullptr;        // [count, n, n]: eigenvectors of length one as columns; null: not wanted
   void* left = nullptr;         // [count, n, n]: columns w with wᴴ A = λ wᴴ, scaled so that wᴴ v = 1; only with right
   int32_t* info = nullptr;      // [count]
+  int64_t threads = 1;          // that take groups in turn; changes nothing but which memory is asked for early
 };
 
 struct EigKernels {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cpu/eig_matrix.h"
+#include "cpu/packing.h"
 
 namespace overtone::OVERTONE_LEVEL {
 
@@ -69,9 +70,9 @@ class Francis {
   using V = Vector<A>;
 
   // `schur.data`: null for eigenvalues only; otherwise the transformations are applied to it from the right, and H
-  // becomes the whole Schur form.
-  Francis(HessenbergLanes<A> h, DenseLanes<A> schur, V* real, V* imag)
-      : h_(h), n_(h.n), schur_(schur), real_(real), imag_(imag) {}
+  // becomes the whole Schur form. `coming`: memory to ask for, a bit at every sweep.
+  Francis(HessenbergLanes<A> h, DenseLanes<A> schur, V* real, V* imag, ComingRows& coming)
+      : h_(h), n_(h.n), schur_(schur), real_(real), imag_(imag), coming_(coming) {}
 
   // Lanes that did not converge.
   Mask<A> run() {
@@ -88,6 +89,7 @@ class Francis {
       if (end_ < 0) {
         break;
       }
+      coming_.fetch();
       chase();
     }
     read_eigenvalues();
@@ -463,6 +465,7 @@ class Francis {
   V sweeps_;  // since the last deflation
   V phase_;   // of the shifts: ordinary ones until kExceptional, then until 2 · kExceptional
   V norm_;
+  ComingRows& coming_;
 };
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -172,7 +172,7 @@ class Hessenberg {
 
   template <bool left>
   void update_rows(int64_t begin, int64_t end, int64_t k) {
-    constexpr int kRows = 4;
+    constexpr int kRows = OVERTONE_VECTOR_BYTES == 64 ? 6 : 4;  // what the registers hold
     int64_t i = begin;
     for (; i + kRows <= end; i += kRows) {
       update_block<kRows, left>(i, k);

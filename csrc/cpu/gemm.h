@@ -261,6 +261,34 @@ OVERTONE_INLINE void transpose_floats(Vector<float> (&r)[16]) {
     r[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
   }
 }
+
+// 8 × 8 doubles; the general form needs index registers and copies here too.
+OVERTONE_INLINE void transpose_doubles(Vector<double> (&r)[8]) {
+  Vector<double> t[8];
+  OVERTONE_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm512_unpacklo_pd(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_pd(r[i], r[i + 1]);
+  }
+  // t[2i + j] now holds, in its quarter q, column 2q + j of rows 2i, 2i + 1: what is left is to move quarters.
+  OVERTONE_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    OVERTONE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      r[i + j] = _mm512_shuffle_f64x2(t[i + j], t[i + 2 + j], 0x88);
+      r[i + 2 + j] = _mm512_shuffle_f64x2(t[i + j], t[i + 2 + j], 0xdd);
+    }
+  }
+  OVERTONE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f64x2(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_f64x2(r[j], r[4 + j], 0xdd);
+  }
+  OVERTONE_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    r[j] = t[j];
+  }
+}
 #endif
 
 #if OVERTONE_VECTOR_BYTES == 32
@@ -295,6 +323,11 @@ OVERTONE_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
 #if OVERTONE_VECTOR_BYTES >= 32
   if constexpr (std::is_same_v<A, float>) {
     return transpose_floats(rows);
+  }
+#endif
+#if OVERTONE_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<A, double>) {
+    return transpose_doubles(rows);
   }
 #endif
   constexpr auto kLaneIndices = std::make_index_sequence<size_t{kLanes<A>}>();

@@ -17,51 +17,84 @@ void poison_results(const QrForward& call, int64_t member) {
   std::fill(r, r + call.r_rows * call.columns, kNaN);
 }
 
-// x_j ← x_j − τ (v · x_j) v for kColumns neighbouring columns x_j, all of `rows` rows; v's first element is 1 and not
-// read. Pointers and strides are locals: a member would be read again after every store.
-template <class A, int kColumns>
-OVERTONE_INLINE void reflect_lanes(const A* v, int64_t v_stride, A* x, int64_t x_stride, int64_t rows, Vector<A> tau) {
-  Vector<A> sums[kColumns];
-  OVERTONE_UNROLL
-  for (int j = 0; j < kColumns; ++j) {
-    sums[j] = load_full(x + j * kLanes<A>);
-  }
-  for (int64_t i = 1; i < rows; ++i) {
-    const Vector<A> v_part = load_full(v + i * v_stride);
+// One reflector, or two neighbouring ones that meet x in one pass over memory: x ← x − V T (Vᵀ x). A store of a vector
+// takes longer than the arithmetic on it, and two need no more stores than one. V's columns begin with a one, the
+// second a row below the first; ones and what is above them are not stored.
+template <class A>
+struct LaneReflectors {
+  const A* v;
+  int64_t v_stride;
+  int64_t rows;
+  Vector<A> t00, t01, t10, t11;  // T; with one reflector t00 alone
+};
+
+// They meet kColumns neighbouring columns of x. Unless `kHasHead` the first rows of x, as many as there are reflectors,
+// are zero, and are not read. Pointers and strides are locals: a member would be read again after every store.
+template <int kReflectors, bool kHasHead, int kColumns, class A>
+OVERTONE_INLINE void reflect_block(const LaneReflectors<A>& reflectors, A* x, int64_t x_stride) {
+  const A* v = reflectors.v;
+  const int64_t v_stride = reflectors.v_stride;
+  const int64_t rows = reflectors.rows;
+  const Vector<A> t00 = reflectors.t00;
+  Vector<A> first[kColumns] = {}, second[kColumns] = {};
+  for (int64_t i = kReflectors; i < rows; ++i) {
+    const Vector<A> v0 = load_full(v + i * v_stride);
+    const Vector<A> v1 = kReflectors == 2 ? load_full(v + i * v_stride + kLanes<A>) : v0;
     OVERTONE_UNROLL
     for (int j = 0; j < kColumns; ++j) {
-      sums[j] += v_part * load_full(x + i * x_stride + j * kLanes<A>);
+      const Vector<A> part = load_full(x + i * x_stride + j * kLanes<A>);
+      first[j] += v0 * part;
+      if constexpr (kReflectors == 2) {
+        second[j] += v1 * part;
+      }
     }
   }
+  const Vector<A> below = kReflectors == 2 ? load_full(v + v_stride) : Vector<A>{};
   OVERTONE_UNROLL
   for (int j = 0; j < kColumns; ++j) {
-    sums[j] *= tau;
-    store_full(load_full(x + j * kLanes<A>) - sums[j], x + j * kLanes<A>);
+    A* const head = x + j * kLanes<A>;
+    const Vector<A> head0 = kHasHead ? load_full(head) : Vector<A>{};
+    const Vector<A> head1 = kHasHead && kReflectors == 2 ? load_full(head + x_stride) : Vector<A>{};
+    const Vector<A> dot0 = first[j] + head0 + below * head1;
+    const Vector<A> dot1 = second[j] + head1;
+    first[j] = t00 * dot0;
+    if constexpr (kReflectors == 2) {
+      first[j] += reflectors.t01 * dot1;
+      second[j] = reflectors.t10 * dot0 + reflectors.t11 * dot1;
+      store_full(head1 - below * first[j] - second[j], head + x_stride);
+    }
+    store_full(head0 - first[j], head);
   }
-  for (int64_t i = 1; i < rows; ++i) {
-    const Vector<A> v_part = load_full(v + i * v_stride);
-    A* out = x + i * x_stride;
+  for (int64_t i = kReflectors; i < rows; ++i) {
+    const Vector<A> v0 = load_full(v + i * v_stride);
+    const Vector<A> v1 = kReflectors == 2 ? load_full(v + i * v_stride + kLanes<A>) : v0;
     OVERTONE_UNROLL
     for (int j = 0; j < kColumns; ++j) {
-      store_full(load_full(out + j * kLanes<A>) - sums[j] * v_part, out + j * kLanes<A>);
+      A* const out = x + i * x_stride + j * kLanes<A>;
+      Vector<A> part = load_full(out) - v0 * first[j];
+      if constexpr (kReflectors == 2) {
+        part -= v1 * second[j];
+      }
+      store_full(part, out);
     }
   }
 }
 
-// The same for `columns` columns.
-template <class A>
-void reflect_lanes(const A* v, int64_t v_stride, A* x, int64_t x_stride, int64_t rows, int64_t columns, Vector<A> tau) {
-  for (; columns >= 8; columns -= 8, x += 8 * kLanes<A>) {
-    reflect_lanes<A, 8>(v, v_stride, x, x_stride, rows, tau);
+// The same for `columns` columns; blocks as wide as the registers allow.
+template <int kReflectors, bool kHasHead, class A>
+OVERTONE_INLINE void reflect_columns(const LaneReflectors<A>& reflectors, A* x, int64_t x_stride, int64_t columns) {
+  constexpr int kWidest = OVERTONE_VECTOR_BYTES == 64 ? 8 : 4;
+  for (; columns >= kWidest; columns -= kWidest, x += kWidest * kLanes<A>) {
+    reflect_block<kReflectors, kHasHead, kWidest>(reflectors, x, x_stride);
   }
   for (; columns >= 4; columns -= 4, x += 4 * kLanes<A>) {
-    reflect_lanes<A, 4>(v, v_stride, x, x_stride, rows, tau);
+    reflect_block<kReflectors, kHasHead, 4>(reflectors, x, x_stride);
   }
   for (; columns >= 2; columns -= 2, x += 2 * kLanes<A>) {
-    reflect_lanes<A, 2>(v, v_stride, x, x_stride, rows, tau);
+    reflect_block<kReflectors, kHasHead, 2>(reflectors, x, x_stride);
   }
   if (columns == 1) {
-    reflect_lanes<A, 1>(v, v_stride, x, x_stride, rows, tau);
+    reflect_block<kReflectors, kHasHead, 1>(reflectors, x, x_stride);
   }
 }
 
@@ -73,21 +106,20 @@ class LaneQr {
         rank_(std::min(call.rows, call.columns)),
         scratch_(Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.columns)) +
                  Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.q_columns)) +
-                 2 * Scratch<A>::padded(call.rows * kLanes<A>)),
+                 3 * Scratch<A>::padded(call.rows * kLanes<A>)),
         a_(scratch_.take(LaneMatrix<A>::size(call.rows, call.columns)), call.columns),
         q_(scratch_.take(LaneMatrix<A>::size(call.rows, call.q_columns)), call.q_columns),
         taus_(scratch_.take(call.rows * kLanes<A>)),
-        signs_(scratch_.take(call.rows * kLanes<A>)) {}
+        signs_(scratch_.take(call.rows * kLanes<A>)),
+        overlaps_(scratch_.take(call.rows * kLanes<A>)) {}
 
   // Matrices [first, first + kLanes) of the batch.
   void run(int64_t first) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes<A>, call_.a.count - first));
     load_lanes(call_.a, first, call_.rows, call_.columns, a_);
     const Mask<A> solved = normalize();
-    for (int64_t k = 0; k < rank_; ++k) {
-      make_reflector(k);
-      reflect(k, a_, k + 1, call_.columns);
-    }
+    expect_group(first + kLanes<A>);
+    factor();
     if (call_.q_columns > 0) {
       form_q();
       store_lanes(q_, call_.rows, call_.q_columns, count,
@@ -105,6 +137,30 @@ class LaneQr {
   }
 
  private:
+  // Gathers the lines that the group from `first` on is read from and written to, so that they are asked for bit by bit
+  // beside the arithmetic of the group before it: coming_.fetch() is called 2 · rank times. Waiting for them took as
+  // long as half the arithmetic at n = 16; of matrices below n = 8 asking takes longer.
+  void expect_group(int64_t first) {
+    coming_.clear();
+    constexpr int64_t kWorthAsking = 8;
+    if (rank_ < kWorthAsking || first + kLanes<A> > call_.a.count) {
+      return;
+    }
+    const auto add = [&](const void* data, int64_t begin, int64_t size) {
+      const int64_t piece = std::max<int64_t>(1, size * kLanes<A> / (2 * rank_));
+      coming_.add(buffer_rows<A>(data, begin, piece), size * kLanes<A> / piece, piece);
+    };
+    const int64_t q_size = call_.rows * call_.q_columns;
+    const int64_t r_size = call_.r_rows * call_.columns;
+    const int64_t a_size = call_.rows * call_.columns;
+    const int64_t* offsets = call_.a.offsets + first;
+    add(call_.q, first * q_size, q_size);
+    add(call_.r, first * r_size, r_size);
+    if (offsets[kLanes<A> - 1] - offsets[0] == (kLanes<A> - 1) * a_size) {
+      add(call_.a.data, offsets[0], a_size);
+    }
+  }
+
   // Scales matrices of an unusual size; which lanes are finite. (Here and below a local copy of a member: the member
   // would be read again after every store.)
   Mask<A> normalize() {
@@ -132,6 +188,19 @@ class LaneQr {
     return less_equal(largest, broadcast(std::numeric_limits<A>::max()));
   }
 
+  // The sum of term(i) over the rows from `begin` on, in two chains: each addition waits for the one before it.
+  template <class Term>
+  OVERTONE_INLINE Vector<A> sum_over_rows(int64_t begin, const Term& term) const {
+    const int64_t rows = call_.rows;
+    Vector<A> even{}, odd{};
+    int64_t i = begin;
+    for (; i + 2 <= rows; i += 2) {
+      even += term(i);
+      odd += term(i + 1);
+    }
+    return i < rows ? even + odd + term(i) : even + odd;
+  }
+
   // Of scale times column k: its diagonal element, the squares below it, and the norm of both.
   struct Column {
     Vector<A> head, below, norm;
@@ -143,11 +212,10 @@ class LaneQr {
     const LaneMatrix<A> a = a_;
     const Vector<A> factor = scale;
     const Vector<A> head = a.get(k, k) * factor;
-    Vector<A> below{};
-    for (int64_t i = k + 1; i < call_.rows; ++i) {
+    const Vector<A> below = sum_over_rows(k + 1, [&](int64_t i) {
       const Vector<A> part = a.get(i, k) * factor;
-      below += part * part;
-    }
+      return part * part;
+    });
     column = {head, below, square_root(head * head + below)};
   }
 
@@ -183,24 +251,102 @@ class LaneQr {
       a.set(i, k, a.get(i, k) * scale * inverse);  // one after the other: scale · inverse may overflow
     }
     store_full(select(is_clear, Vector<A>{}, (diagonal - head) / diagonal), taus_ + k * kLanes<A>);
-    a.set(k, k, diagonal / scale);
+    a.set(k, k, all(usual) ? diagonal : diagonal / scale);
     store_full(with_sign_of<A>(one, diagonal), signs_ + k * kLanes<A>);
   }
 
-  // Column k's reflector meets the columns [begin, end) of x.
-  void reflect(int64_t k, const LaneMatrix<A>& x, int64_t begin, int64_t end) {
-    reflect_lanes<A>(a_.at(k, k), a_.row_stride, x.at(k, begin), x.row_stride, call_.rows - k, end - begin,
-                     load_full(taus_ + k * kLanes<A>));
+  // Two reflectors at a time: the second one's column meets the first alone, all columns behind it both at once.
+  void factor() {
+    const LaneMatrix<A> a = a_;
+    const int64_t columns = call_.columns;
+    int64_t k = 0;
+    for (; k + 2 <= rank_; k += 2) {
+      coming_.fetch();
+      make_reflector(k);
+      reflect_columns<1, true>(single(k), a.at(k, k + 1), a.row_stride, 1);
+      coming_.fetch();
+      make_reflector(k + 1);
+      store_full(overlap(k), overlaps_ + k * kLanes<A>);
+      coming_.fetch();
+      reflect_columns<2, true>(pair(k, false), a.at(k, k + 2), a.row_stride, columns - k - 2);
+    }
+    if (k < rank_) {
+      make_reflector(k);
+      reflect_columns<1, true>(single(k), a.at(k, k + 1), a.row_stride, columns - k - 1);
+    }
   }
 
-  // From the identity, its signs such that R's diagonal becomes positive.
+  Vector<A> tau(int64_t k) const { return load_full(taus_ + k * kLanes<A>); }
+
+  LaneReflectors<A> single(int64_t k) const {
+    return {a_.at(k, k), a_.row_stride, call_.rows - k, tau(k), Vector<A>{}, Vector<A>{}, Vector<A>{}};
+  }
+
+  // Reflectors k and k + 1; k + 1 comes first if `reversed`.
+  LaneReflectors<A> pair(int64_t k, bool reversed) const {
+    const Vector<A> both = -load_full(overlaps_ + k * kLanes<A>);
+    return {a_.at(k, k),
+            a_.row_stride,
+            call_.rows - k,
+            tau(k),
+            reversed ? both : Vector<A>{},
+            reversed ? Vector<A>{} : both,
+            tau(k + 1)};
+  }
+
+  // The dot product of the vectors of reflectors k and k + 1, times both their τ.
+  Vector<A> overlap(int64_t k) const {
+    const LaneMatrix<A> a = a_;
+    const Vector<A> sum = sum_over_rows(k + 2, [&](int64_t i) { return a.get(i, k) * a.get(i, k + 1); });
+    return tau(k) * tau(k + 1) * (a.get(k + 1, k) + sum);
+  }
+
+  // From the identity, its signs such that R's diagonal becomes positive; last reflectors first.
   void form_q() {
-    std::fill(q_.data, q_.data + LaneMatrix<A>::size(call_.rows, call_.q_columns), A{0});
-    for (int64_t j = 0; j < call_.q_columns; ++j) {
-      q_.set(j, j, j < rank_ ? load_full(signs_ + j * kLanes<A>) : broadcast(A{1}));
+    const int64_t behind = call_.q_columns - rank_;
+    for (int64_t i = 0; i < behind; ++i) {
+      std::fill(q_.at(rank_ + i, rank_), q_.at(rank_ + i, rank_ + behind), A{0});
+      q_.set(rank_ + i, rank_ + i, broadcast(A{1}));
     }
-    for (int64_t k = rank_ - 1; k >= 0; --k) {
-      reflect(k, q_, k, call_.q_columns);
+    int64_t k = rank_;
+    if (k % 2 == 1) {
+      --k;
+      reflect_columns<1, false>(single(k), q_.at(k, k + 1), q_.row_stride, call_.q_columns - k - 1);
+      reflect_identity<1>(k, single(k));
+    }
+    while (k > 0) {
+      k -= 2;
+      coming_.fetch();
+      reflect_columns<2, false>(pair(k, true), q_.at(k, k + 2), q_.row_stride, call_.q_columns - k - 2);
+      reflect_identity<2>(k, pair(k, true));
+    }
+  }
+
+  // The reflectors' own columns of Q, until now those of the identity.
+  template <int kReflectors>
+  void reflect_identity(int64_t k, const LaneReflectors<A>& reflectors) {
+    const LaneMatrix<A> a = a_, q = q_;
+    const int64_t rows = call_.rows;
+    const Vector<A> sign0 = load_full(signs_ + k * kLanes<A>);
+    const Vector<A> factor00 = reflectors.t00 * sign0;
+    q.set(k, k, sign0 - factor00);
+    if constexpr (kReflectors == 1) {
+      for (int64_t i = k + 1; i < rows; ++i) {
+        q.set(i, k, -factor00 * a.get(i, k));
+      }
+    } else {
+      const Vector<A> sign1 = load_full(signs_ + (k + 1) * kLanes<A>);
+      const Vector<A> below = a.get(k + 1, k);
+      const Vector<A> factor01 = (reflectors.t00 * below + reflectors.t01) * sign1;
+      const Vector<A> factor11 = reflectors.t11 * sign1;
+      q.set(k, k + 1, -factor01);
+      q.set(k + 1, k, -factor00 * below);
+      q.set(k + 1, k + 1, sign1 - factor01 * below - factor11);
+      for (int64_t i = k + 2; i < rows; ++i) {
+        const Vector<A> v0 = a.get(i, k), v1 = a.get(i, k + 1);
+        q.set(i, k, -factor00 * v0);
+        q.set(i, k + 1, -factor01 * v0 - factor11 * v1);
+      }
     }
   }
 
@@ -224,7 +370,9 @@ class LaneQr {
   LaneMatrix<A> q_;
   A* taus_;
   A* signs_;
+  A* overlaps_;  // of the pairs
   Vector<A> unscale_;
+  ComingRows coming_;
 };
 
 }  // namespace overtone::OVERTONE_LEVEL
