@@ -3,6 +3,7 @@
 
 #include "cpu/householder.h"
 #include "cpu/interleave.h"
+#include "cpu/packing.h"
 #include "cpu/qr.h"
 
 namespace overtone::OVERTONE_LEVEL {
