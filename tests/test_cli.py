@@ -53,6 +53,13 @@ def test_a_backend_that_cannot_run_is_one_line_and_status_2(capsys):
     assert len(error.splitlines()) == 1
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"overtone {ot.__version__}\n"
+
+
 def test_python_m_overtone_is_the_same_command():
     result = subprocess.run([sys.executable, "-m", "overtone", "--help"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("usage: overtone ")

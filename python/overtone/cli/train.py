@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> TrainConfig:
     """The fields that are given (flags before those of --config), over the resumed run's or the defaults."""
     from overtone.training import ConfigError, TrainConfig, resolved
-    from overtone.training.trainer import saved_config
+    from overtone.training.trainer import check_same_run, saved_config
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
@@ -93,7 +93,13 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
     before = saved_config(arguments.out) if arguments.resume else None
     if arguments.resume and before is None and not given:
         raise ConfigError(f"{arguments.out}: there is no run to resume, and no option says what to train")
-    return resolved((before or TrainConfig()).replace(**given))
+    config = (before or TrainConfig()).replace(**given)
+    try:
+        return resolved(config)
+    except ConfigError:
+        if before is not None:  # what does not go together is an option and the run
+            check_same_run(arguments.out, before, config)
+        raise
 
 
 def _fail(message: str, status: int) -> int:

@@ -97,12 +97,16 @@ def _saved_state(folder: Path, config: TrainConfig, resume: bool) -> dict | None
         raise CheckpointError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
     before = saved_config(folder) if resume else None
     if before is not None:
-        # More epochs do not make it another run.
-        longer = before.replace(epochs=max(before.epochs, config.epochs))
-        differences = (longer if longer.epochs == config.epochs else before).differences(config)
-        if differences:
-            raise CheckpointError(f"{folder} holds another run; different are (there, here): {'; '.join(differences)}")
+        check_same_run(folder, before, config)
     return checkpoint.read_run(path) if path.exists() else None
+
+
+def check_same_run(folder: Path, before: TrainConfig, config: TrainConfig) -> None:
+    """More epochs do not make it another run; everything else that decides the result does."""
+    longer = before.replace(epochs=max(before.epochs, config.epochs))
+    differences = (longer if longer.epochs == config.epochs else before).differences(config)
+    if differences:
+        raise CheckpointError(f"{folder} holds another run; different are (there, here): {'; '.join(differences)}")
 
 
 def _brief(state: dict | None, config: TrainConfig) -> str:
