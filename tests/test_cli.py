@@ -73,6 +73,15 @@ def test_a_reader_that_stops_early_is_no_error(monkeypatch, buffering):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_an_output_that_has_no_room_is_one_line(monkeypatch, buffering):
+    monkeypatch.setenv("PYTHONUNBUFFERED", buffering)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "overtone", "info"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "overtone info: No space left on device\n")
+
+
 def test_info_as_json(capsys, monkeypatch):
     monkeypatch.setenv("OVERTONE_CPU_ISA", "baseline")
     information = json.loads(run(capsys, "info", "--json"))

@@ -41,8 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"overtone {arguments.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (head, less) has gone; what Python would still flush at exit goes nowhere, quietly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader (head, less) has gone
         return 0
+    except OSError as error:
+        _discard_output()
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"overtone {arguments.command}: {place}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    """What Python would still flush at exit goes nowhere, quietly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

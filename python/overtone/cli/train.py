@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with machine_errors():
             config = _config(arguments)
-            if is_first:
-                print(config.as_text(), flush=True)
-            result = train(config, arguments.out, resume=arguments.resume)
+        if is_first:
+            print(config.as_text(), flush=True)
+        result = train(config, arguments.out, resume=arguments.resume)
     except TrainingError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:

@@ -4,8 +4,7 @@
 
     result = train(TrainConfig(data="digits", regime="sharpen", depth=4, epochs=20), "runs/sharpen", resume=True)
     model = load_model("runs/sharpen")
-    for image in predict("runs/sharpen", ["photo.png", "folder"]):
-        print(image.image, image.classes[0], image.probabilities[0])
+    predictions = list(predict("runs/sharpen", ["photo.png", "folder"]))
 
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
