@@ -17,7 +17,7 @@ import torch
 from kit import runs
 
 from overtone import cli
-from overtone.training import CheckpointError, checkpoint, load_model, train
+from overtone.training import CheckpointError, TrainingError, checkpoint, load_model, model, train
 
 QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
 STATE = {"step": 3, "seconds": 0.5, "config": {"seed": 0}, "history": [{"loss": 1e-300, "worst": float("inf")}]}
@@ -108,6 +108,20 @@ def test_a_hostile_header_is_one_line(tmp_path, state):
         assert str(tmp_path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("changes", [{"depth": 10**9}, {"dim": 2**20}, {"classes": ["x"] * 10**6}, {"precision": 3}])
+def test_a_model_file_that_names_another_size_builds_nothing(monkeypatch, tmp_path, changes):
+    train(QUICK, tmp_path, progress=False)
+    path = tmp_path / checkpoint.WEIGHTS
+    state, found = checkpoint.read_state(path), checkpoint.read_tensors(path)
+    for name, value in changes.items():
+        state["data" if name == "classes" else "config"][name] = value
+    checkpoint.write_tensors(tmp_path / "hostile.safetensors", found, state)
+    monkeypatch.setattr(model, "build_model", None)
+    with pytest.raises(TrainingError) as caught:
+        load_model(tmp_path / "hostile.safetensors")
+    assert "hostile.safetensors: " in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
 def without_checksums(folder: Path) -> None:
     """Make a run's files those of the first version."""
     from safetensors.torch import save_file
@@ -139,7 +153,10 @@ def test_files_without_checksums_load_with_a_note(capsys, monkeypatch, tmp_path)
     assert capsys.readouterr().err.count("without checksums") == 1
     train(config, tmp_path / "old", resume=True, progress=False)
     error = capsys.readouterr().err
-    assert error.count("without checksums: damage would not be noticed\n") == 1 and "resumed at step 2" in error
+    assert (
+        error.count("without checksums: damage, or other data than the run's, would not be noticed\n") == 1
+        and "resumed at step 2" in error
+    )
     runs.check_same_bits(tmp_path / "old", tmp_path / "whole")
     load_model(tmp_path / "old")
     assert capsys.readouterr().err == ""

@@ -119,7 +119,11 @@ def read_run(path: Path) -> dict[str, Any]:
 def note_if_unchecked(path: Path) -> None:
     with _opened(path) as file:
         if STATE not in file.metadata():
-            print(f"note: {path} is of an overtone without checksums: damage would not be noticed", file=sys.stderr)
+            print(
+                f"note: {path} is of an overtone without checksums: damage, or other data than the run's, would not be "
+                "noticed",
+                file=sys.stderr,
+            )
 
 
 def _checked_text(file: Any) -> str:

@@ -62,7 +62,7 @@ def load_model(run: str | Path) -> models.VisionTransformer:
     path = _weights_file(run)
     checkpoint.note_if_unchecked(path)
     config, info, tensors = load_config(path), load_info(path), checkpoint.read_tensors(path)
-    _check_size(path, config, tensors)
+    _check_size(path, config, info, tensors)
     with machine_errors():
         model = build_model(config, info)
     try:
@@ -73,11 +73,19 @@ def load_model(run: str | Path) -> models.VisionTransformer:
     return model.eval()
 
 
-def _check_size(path: Path, config: TrainConfig, tensors: dict[str, Tensor]) -> None:
+def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[str, Tensor]) -> None:
     """Before a model is built, which a file that names another size could make too large for the machine."""
-    depth = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
-    if config.depth != depth:
-        raise CheckpointError(f"{path}: its weights do not fit its configuration: depth {depth}, not {config.depth}")
+    head = tensors.get("head.weight", torch.empty(0, 0))
+    sizes = {
+        "depth": (config.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
+        "classes": (len(info.classes), len(head)),
+        "dim": (config.dim or head.shape[-1], head.shape[-1]),
+    }
+    for name, (said, found) in sizes.items():
+        if said != found:
+            raise CheckpointError(
+                f"{path}: its weights do not fit its configuration: {name}: got {found}, wanted {said}"
+            )
 
 
 def load_config(run: str | Path) -> TrainConfig:
