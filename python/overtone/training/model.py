@@ -45,7 +45,7 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         try:
             return build(config.image_size, config.patch_size, len(info.classes), config.regimes, **options)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(one_line(error)) from None
 
 
 def save_model(folder: Path, config: TrainConfig, info: DataInfo, weights: dict[str, Tensor]) -> None:
