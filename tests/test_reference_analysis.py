@@ -201,7 +201,7 @@ class TestShapes:
 
 
 def test_from_eigenvalues():
-    result = eigenvalue_dominance(exact(0.3, 1.0, -0.1), exact(-0.5, -0.25))
+    result = eigenvalue_dominance(exact(0.3, -0.1), exact(-0.5, -0.25))
     assert result.verdict == Verdict.OTHER
     torch.testing.assert_close(result.margin.item(), 0.75 - 1.05)
 
