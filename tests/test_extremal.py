@@ -188,26 +188,23 @@ def test_near_identity_in_float32():
         assert (torch.tensor([result.smallest.real, result.second.abs()]) - extremes(a.double())).abs().max() < 1e-4
 
 
-def test_a_converged_pair_that_is_not_extremal_is_not_taken(monkeypatch):
-    """What a start vector hardly sees converges last: here the extremal one, and only powers tell."""
-    n = 600
-    a = smooth_attention(1, n, torch.float64)[0]
-    pair = torch.tensor([[0.05, 0.95], [0.95, 0.05]], dtype=torch.float64)
-    a = torch.block_diag(a[2:, 2:] / a[2:, 2:].sum(-1, keepdim=True), pair)
-    plain = torch.randn
-
-    def blind(*size, **options):  # to the pair, as Arnoldi's start vector is by bad luck
-        x = plain(*size, **options)
-        if size == (n - 1,):
-            swap = torch.cat([torch.zeros(n - 2), torch.tensor([1.0, -1.0])]).to(x)
-            left = on_mean_zero(swap[:, None] * swap)[:, -1]
-            x = x - left * (left @ x) / (left @ left)
-        return x
-
-    monkeypatch.setattr(torch, "randn", blind)
-    for dtype in DTYPES:
-        result = linalg.extremal_eigvals(a.to(dtype))
-        assert abs(result.smallest + 0.9) < 1e-3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_normal", [True, False])
+@pytest.mark.parametrize("hidden", [-0.8, 0.95, -0.55, 0.3, -0.2])
+def test_a_converged_pair_that_is_not_extremal_is_not_taken(hidden, is_normal, dtype):
+    """An invariant subspace without the extremal eigenvector, however it was found: powers of the rest tell."""
+    n, known = 60, torch.tensor([0.9, -0.5, 0.4], dtype=torch.float64)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        rest = 0.1 * (2 * torch.rand(n - 4, generator=generator, dtype=torch.float64) - 1)
+        values = torch.cat([known, torch.tensor([hidden], dtype=torch.float64), rest])
+        vectors = torch.randn(n, n, generator=generator, dtype=torch.float64)
+        vectors = torch.linalg.qr(vectors).Q if is_normal else torch.eye(n, dtype=torch.float64) + vectors / n**0.5 / 2
+        matrix = (vectors * values @ torch.linalg.inv(vectors)).to(dtype)[None]
+        q = torch.linalg.qr(vectors[:, :3]).Q.to(dtype)[None]
+        extremes = torch.tensor([[-0.5], [0.9]], dtype=torch.complex128)
+        certain = extremal._nothing_is_beyond(extremes, matrix, q, 1e-6)
+        assert bool(certain) == (-0.5 < hidden < 0.9)
 
 
 def test_ex_reports_and_the_others_do_not_change():
