@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -28,7 +29,7 @@ def eigvalsh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Tenso
     A, UPLO = _checked("eigvalsh", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh(A, UPLO)
-    return torch.ops.overtone.eigh(A, UPLO == "U", _needs_gradient(A), "eigvalsh")[0]
+    return torch.ops.overtone.eigh(A, UPLO == "U", transforms.needs_gradient(A), "eigvalsh")[0]
 
 
 def eigh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighExResult:
@@ -44,7 +45,8 @@ def eigvalsh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Ei
     A, UPLO = _checked("eigvalsh_ex", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh_ex(A, UPLO)
-    values, _, info = torch.ops.overtone.eigh_ex(A, UPLO == "U", _needs_gradient(A))
+    # The gradient of eigenvalues takes eigenvectors.
+    values, _, info = torch.ops.overtone.eigh_ex(A, UPLO == "U", transforms.needs_gradient(A))
     return EigvalsExResult(values, info)
 
 
@@ -52,11 +54,6 @@ def _checked(function: str, A: Tensor, UPLO: str) -> tuple[Tensor, str]:
     A = checks.matrices(function, "A", A, square=True)
     UPLO = UPLO.upper() if isinstance(UPLO, str) else UPLO  # torch takes small letters too
     return A, checks.one_of(function, "UPLO", UPLO, ("L", "U"))
-
-
-def _needs_gradient(A: Tensor) -> bool:
-    """The gradient of eigenvalues takes eigenvectors."""
-    return A.requires_grad and torch.is_grad_enabled()
 
 
 def _fake_eigh(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +118,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _):
     values, vectors, info = ctx.saved_tensors
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_values, grad_vectors):
         grad = _differentiable_gradient(grad_values, grad_vectors, values, vectors, info)
     else:
         grad_values = None if grad_values is None else grad_values.contiguous()
@@ -157,5 +154,12 @@ def _equal_to_rounding(values: Tensor) -> Tensor:
     return (gaps <= tolerance) & torch.ones(n, n, dtype=torch.bool, device=values.device).triu(1)
 
 
-for _op in ("eigh", "eigh_ex"):
-    library.differentiable(_op, setup=_save, backward=_backward)
+def _by_reference(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, ...]:
+    if vectors:
+        return tuple(reference.linalg.eigh_ex(A, "U" if upper else "L"))
+    values, info = reference.linalg.eigvalsh_ex(A, "U" if upper else "L")
+    return values, values.new_empty(0, 0), info
+
+
+library.differentiable("eigh_ex", setup=_save, backward=_backward, reference=_by_reference, batched=(0,))
+library.differentiable("eigh", setup=_save, backward=_backward, reference=library.raising(_by_reference), batched=(0,))

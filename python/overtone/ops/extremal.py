@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone.ops import checks
 from overtone.ops.eig import eig_ex, eigvals_ex
 from overtone.reference.linalg import NOT_STOCHASTIC, raise_unsolved, rows_sum_to_one
@@ -40,6 +41,11 @@ def extremal_eigvals(A: Tensor, *, tolerance: float | None = None) -> ExtremalRe
             extremal eigenvalues stand apart, such as trained attention, take a small part of the time of eigvals.
     """
     A = checks.matrices("extremal_eigvals", "A", A, square=True)
+    if not transforms.is_plain(A):
+        raise NotImplementedError(
+            "extremal_eigvals: A: got a tensor of a torch.func transform or of forward-mode AD, wanted a plain one"
+            " [..., n, n]: it has no derivative and no torch.vmap; eigvals has both"
+        )
     n, batch = A.shape[-1], A.shape[:-2]
     if A.dtype not in (torch.float32, torch.float64) or n < 2:
         wanted = "float32 or float64 of shape [..., n, n] with n ≥ 2"
