@@ -96,7 +96,8 @@ def _gradient(grad_values, grad_vectors, norm, values, right, left, info) -> Ten
     _raise_defective(grad_values, grad_vectors, norm, values, left)
     inner = _inner_gradient(grad_values, None if grad_vectors is None else grad_vectors.where(solved, 0), values, right)
     left = left.where(left.isfinite(), 0)  # of eigenvalues without a derivative that the loss does not use
-    return (left @ inner @ right.mH).real.contiguous()
+    # Not contiguous(): with one element or none it would leave the strides of the complex tensor.
+    return (left @ inner @ right.mH).real.clone(memory_format=torch.contiguous_format)
 
 
 _LARGEST_CONDITION = 0.1  # in units of 1/ε: differences of derivatives beyond it have no digit left
