@@ -204,6 +204,27 @@ class TestVmap:
         assert_same(func.grad(lambda *a: torch.vmap(scalar_of(name))(*a).sum(), places)(*stacked), expected)
 
 
+class TestAutocast:
+    """It chooses what attention's arguments are rounded to, and has no other say, as without a transform."""
+
+    @pytest.mark.parametrize("name", ["spectral_attention", "spectral_attention_packed", "compose_general", "qr"])
+    def test_products_stay_wide(self, name):
+        args = tuple(x.float() for x in CALLS[name].args())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = CALLS[name].function(*args)
+            for value in (
+                func.jvp(CALLS[name].function, args, args)[0],
+                func.vjp(CALLS[name].function, *args)[0],
+                [y[0] for y in torch.vmap(CALLS[name].function)(*(x[None] for x in args))],
+            ):
+                for y, z in zip(value, expected, strict=True):
+                    torch.testing.assert_close(y, z)
+            with forward_ad.dual_level():
+                dual = CALLS[name].function(*(forward_ad.make_dual(x, x) for x in args))
+                for y, z in zip(dual, expected, strict=True):
+                    torch.testing.assert_close(forward_ad.unpack_dual(y).primal, z)
+
+
 class TestKernelsThatWereAskedFor:
     """A backend that is named runs or raises: what the reference would have to do, no kernel is said to have done."""
 

@@ -6,6 +6,8 @@ the last, plain level no transform is active any more.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import _C, Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -40,6 +42,15 @@ def _has_tangent(args: tuple) -> bool:
     if forward_ad._current_level < 0 or not _C._is_fwd_grad_enabled():
         return False
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Around an op's call: in a transform the reference's products must be as wide as the kernels', and within the op
+    itself torch.func does not listen any more."""
+    device = x.device.type
+    if _C._are_functorch_transforms_active() and torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def is_plain(x: Tensor) -> bool:

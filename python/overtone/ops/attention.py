@@ -119,10 +119,11 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale, qkv)
     eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
-    if head_gain is None:
-        y, norms = call.attend(eigenvalues, residual, return_norms)
-    else:
-        y, norms = call.attend_with_gain(eigenvalues, head_gain, residual, return_norms)
+    with transforms.without_autocast(query):
+        if head_gain is None:
+            y, norms = call.attend(eigenvalues, residual, return_norms)
+        else:
+            y, norms = call.attend_with_gain(eigenvalues, head_gain, residual, return_norms)
     return (y, norms) if return_norms else y
 
 
