@@ -30,15 +30,16 @@ def tracked(args: tuple) -> bool:
     """Whether the derivative of a result is wanted by a transform of this level, or by forward-mode AD."""
     if torch.is_grad_enabled() and _C._are_functorch_transforms_active() and _C._any_requires_grad(*args):
         return True
-    return _has_tangent(args)
+    return has_tangent(args)
 
 
 def open_for(*grads: Tensor | None) -> bool:
     """Whether gradients on their way back are to be differentiated, or mapped, themselves: no kernel can take them."""
-    return torch.is_grad_enabled() or _C._are_functorch_transforms_active() or _has_tangent(grads)
+    return torch.is_grad_enabled() or _C._are_functorch_transforms_active() or has_tangent(grads)
 
 
-def _has_tangent(args: tuple) -> bool:
+def has_tangent(args: tuple) -> bool:
+    """Whether any of them is dual at this level."""
     if forward_ad._current_level < 0 or not _C._is_fwd_grad_enabled():
         return False
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args)
@@ -55,7 +56,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 def is_plain(x: Tensor) -> bool:
     """Neither a transform's tensor nor a dual one."""
-    return beneath(x) is x and not _has_tangent((x,))
+    return beneath(x) is x and not has_tangent((x,))
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

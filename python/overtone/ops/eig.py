@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from overtone import _transforms as transforms
 from overtone import reference
@@ -26,7 +27,7 @@ def eig(A: Tensor, *, backend: str | None = None) -> EigResult:
     A = checks.matrices("eig", "A", A, square=True)
     if select("eig", backend, A) == "reference":
         return reference.linalg.eig(A)
-    values, vectors, _, _ = torch.ops.overtone.eig(A, False, True, transforms.needs_gradient(A), "eig")
+    values, vectors, _, _ = library.call("eig", A, False, True, transforms.needs_gradient(A), "eig")
     return EigResult(values, vectors)
 
 
@@ -49,7 +50,7 @@ def eig_ex(A: Tensor, *, backend: str | None = None) -> EigExResult:
     A = checks.matrices("eig_ex", "A", A, square=True)
     if select("eig", backend, A) == "reference":
         return reference.linalg.eig_ex(A)
-    values, vectors, _, info = torch.ops.overtone.eig_ex(A, False, True, transforms.needs_gradient(A))
+    values, vectors, _, info = library.call("eig_ex", A, False, True, transforms.needs_gradient(A))
     return EigExResult(values, vectors, info)
 
 
@@ -65,7 +66,7 @@ def eigvals_ex(A: Tensor, *, row_stochastic: bool = False, backend: str | None =
 
 def _solve_values(op: str, A: Tensor, row_stochastic: bool, *function: str) -> tuple[Tensor, ...]:
     vectors = transforms.needs_gradient(A)  # which takes the left ones too
-    values, *rest = getattr(torch.ops.overtone, op)(A, row_stochastic, vectors, vectors, *function)
+    values, *rest = library.call(op, A, row_stochastic, vectors, vectors, *function)
     if row_stochastic and vectors:  # then nothing is split off
         values = perron_first(values)
     return values, *rest
@@ -287,5 +288,20 @@ def _by_reference(A: Tensor, row_stochastic: bool, right: bool, left: bool) -> t
     return values, values.new_empty(0, 0), values.new_empty(0, 0), info
 
 
-library.differentiable("eig_ex", setup=_save, backward=_backward, reference=_by_reference, batched=(0,))
-library.differentiable("eig", setup=_save, backward=_backward, reference=library.raising(_by_reference), batched=(0,))
+def _forward(op, A: Tensor, row_stochastic: bool, right: bool, left: bool, *function: str) -> tuple[Tensor, ...] | None:
+    """dλ = diag(M) and dV = X − V Re diag(VᴴX), X = V (M_ij / (λ_j − λ_i)), with M = V⁻¹ dA V."""
+    if row_stochastic or not right:
+        return None
+    primal, tangent = forward_ad.unpack_dual(A)
+    values, vectors, left_vectors, info = op(primal, False, True, True, *function)
+    unit = torch.eye(A.shape[-1], dtype=vectors.dtype, device=A.device)
+    inverse = reference.linalg.inverse(vectors.where((info == 0)[..., None, None], unit))
+    inner = inverse @ tangent.to(vectors.dtype) @ vectors
+    turn = vectors @ library.between_eigenvalues(inner, values)
+    turn = turn - vectors * (vectors.conj() * turn).sum(-2, keepdim=True).real
+    grow = inner.diagonal(dim1=-2, dim2=-1)
+    return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors, turn), left_vectors, info
+
+
+for _op, _solve in (("eig_ex", _by_reference), ("eig", library.raising(_by_reference))):
+    library.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from overtone import _transforms as transforms
 from overtone import reference
@@ -21,7 +22,7 @@ def eigh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighResul
     A, UPLO = _checked("eigh", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigh(A, UPLO)
-    return EighResult(*torch.ops.overtone.eigh(A, UPLO == "U", True, "eigh")[:2])
+    return EighResult(*library.call("eigh", A, UPLO == "U", True, "eigh")[:2])
 
 
 def eigvalsh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Tensor:
@@ -29,7 +30,7 @@ def eigvalsh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Tenso
     A, UPLO = _checked("eigvalsh", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh(A, UPLO)
-    return torch.ops.overtone.eigh(A, UPLO == "U", transforms.needs_gradient(A), "eigvalsh")[0]
+    return library.call("eigh", A, UPLO == "U", transforms.needs_gradient(A), "eigvalsh")[0]
 
 
 def eigh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighExResult:
@@ -37,7 +38,7 @@ def eigh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighEx
     A, UPLO = _checked("eigh_ex", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigh_ex(A, UPLO)
-    return EighExResult(*torch.ops.overtone.eigh_ex(A, UPLO == "U", True))
+    return EighExResult(*library.call("eigh_ex", A, UPLO == "U", True))
 
 
 def eigvalsh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EigvalsExResult:
@@ -46,7 +47,7 @@ def eigvalsh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Ei
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh_ex(A, UPLO)
     # The gradient of eigenvalues takes eigenvectors.
-    values, _, info = torch.ops.overtone.eigh_ex(A, UPLO == "U", transforms.needs_gradient(A))
+    values, _, info = library.call("eigh_ex", A, UPLO == "U", transforms.needs_gradient(A))
     return EigvalsExResult(values, info)
 
 
@@ -161,5 +162,17 @@ def _by_reference(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, ...]:
     return values, values.new_empty(0, 0), info
 
 
-library.differentiable("eigh_ex", setup=_save, backward=_backward, reference=_by_reference, batched=(0,))
-library.differentiable("eigh", setup=_save, backward=_backward, reference=library.raising(_by_reference), batched=(0,))
+def _forward(op, A: Tensor, upper: bool, vectors: bool, *function: str) -> tuple[Tensor, ...] | None:
+    """dλ = diag(M) and dV = V (M_ij / (λ_j − λ_i)), with M = Vᵀ dA V."""
+    if not vectors:
+        return None
+    primal, tangent = forward_ad.unpack_dual(A)
+    values, vectors_, info = op(primal, upper, True, *function)
+    inner = vectors_.mT @ ((tangent + tangent.mT) / 2) @ vectors_
+    turn = vectors_ @ library.between_eigenvalues(inner, values)
+    grow = inner.diagonal(dim1=-2, dim2=-1)
+    return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors_, turn), info
+
+
+for _op, _solve in (("eigh_ex", _by_reference), ("eigh", library.raising(_by_reference))):
+    library.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)

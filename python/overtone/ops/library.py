@@ -79,6 +79,7 @@ def differentiable(
     batched: tuple[int, ...],
     merges: bool = False,
     contiguous: tuple[int, ...] = (),
+    forward: Callable | None = None,
 ) -> None:
     """Give op `name` its gradient, and a meaning under forward-mode AD and the transforms of torch.func.
 
@@ -91,27 +92,39 @@ def differentiable(
         merges: these arguments have exactly one such dimension, which the mapped one is merged with; otherwise they
             take any number.
         contiguous: the places of the arguments that the kernels take contiguous only.
+        forward: takes the op and its arguments, the first of them dual, and returns dual results; or None where it
+            leaves them to the reference.
     """
     op = getattr(torch.ops.overtone, name).default
     by_kernels = make_autograd_impl(op, Info(backward, setup))
 
     def differentiate(keyset, *args):
-        if transforms.tracked(args):
-            return _by_reference(name, reference, args)
-        return by_kernels(keyset, *args)
+        if not transforms.tracked(args):
+            return by_kernels(keyset, *args)
+        results = None
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        # Autocast has no say in what kernels compute either.
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+            # If a graph is made at this level, too, what it saves must be dual: the reference's is.
+            if forward is not None and not (torch.is_grad_enabled() and args[0].requires_grad):
+                results = forward(op, *args)
+            return _by_reference(name, reference, args) if results is None else results
 
     LIBRARY.impl(name, differentiate, "Autograd", with_keyset=True)
     LIBRARY.impl(name, _mapping(op, batched, merges, contiguous), "FuncTorchBatched")
+
+
+def call(name: str, tensor: Tensor, *args) -> Any:
+    """torch.ops.overtone.<name>(tensor, …), whose products are as wide in a transform as the kernels'."""
+    with transforms.without_autocast(tensor):
+        return getattr(torch.ops.overtone, name)(tensor, *args)
 
 
 def _by_reference(name: str, reference: Callable, args: tuple) -> Any:
     forced = forced_backend()
     if forced not in (None, "reference"):
         raise BackendError(f"{name}: backend {forced!r} cannot run this call: {NOT_BY_KERNELS}")
-    device = next(x.device.type for x in args if isinstance(x, Tensor))
-    # Autocast has no say in what kernels compute either.
-    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
-        return reference(*args)
+    return reference(*args)
 
 
 def raising(solver: Callable) -> Callable:
@@ -193,3 +206,10 @@ def differentiable_gradient(function: Callable, inputs: tuple, grads: tuple) -> 
     with torch.enable_grad():
         inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
         return torch.autograd.grad(outputs_of(*inputs), inputs, grads, create_graph=True, allow_unused=True)
+
+
+def between_eigenvalues(inner: Tensor, values: Tensor) -> Tensor:
+    """M_ij / (λ_j − λ_i) of M [..., n, n], zero on the diagonal: how a change turns eigenvectors into one another."""
+    diagonal = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
+    gaps = values[..., None, :] - values[..., :, None]
+    return (inner / gaps.masked_fill(diagonal, 1)).masked_fill(diagonal, 0)

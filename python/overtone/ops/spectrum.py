@@ -36,8 +36,7 @@ def _compose(function: str, name: str, matrix: Tensor, eigenvalues: Tensor, back
     checks.matching(function, "eigenvalues", eigenvalues, tuple(matrix.shape[:-1]), matrix)
     if select(function, backend, matrix) == "reference":
         return getattr(reference.spectrum, function)(matrix, eigenvalues)
-    with transforms.without_autocast(matrix):
-        return getattr(torch.ops.overtone, function)(matrix, eigenvalues.contiguous())[0]
+    return library.call(function, matrix, eigenvalues.contiguous())[0]
 
 
 def _fake(results: int):
