@@ -167,6 +167,24 @@ class TestVmap:
         once = torch.vmap(call.function)(*stacked_rows(members))
         assert_same([y[:, 1] for y in twice], list(once))
 
+    def test_masks(self):
+        """They have no derivative, and are mapped as tokens are."""
+        tokens = torch.randn(3, 2, 4, 5)
+        masks = torch.rand(3, 2, 4) > 0.4
+        query, key, value, eigenvalues, weights = (x.float() for x in CALLS["spectral_attention"].args()[:5])
+        logits = torch.rand(3, 2, 1, 3, 4) > 0.4
+
+        def attend(query, mask):
+            return ot.spectral_attention(query, key, value, eigenvalues, weights, attn_mask=mask)
+
+        def measure(x, mask):
+            return ot.frequency_norms(x, mask=mask).high
+
+        assert_same(torch.vmap(measure)(tokens, masks), measure(tokens, masks))
+        assert_same(torch.vmap(attend, (None, 0))(query, logits), torch.stack([attend(query, m) for m in logits]))
+        mapped = torch.vmap(func.grad(lambda *a: attend(*a).sum()), (None, 0))(query, logits)
+        assert_same(mapped, torch.stack([func.grad(lambda q, m=m: attend(q, m).sum())(query) for m in logits]))
+
     @ALL
     def test_runs_the_kernels_once(self, name, cpu_kernels):
         """The mapped dimension goes into the batch."""
