@@ -335,11 +335,6 @@ class TestContract:
         gradients = torch.autograd.grad(y.float().sum() + low.sum(), args[:6])
         assert all(g.dtype == torch.float32 for g in gradients)
 
-    def test_vmap_is_refused(self):
-        query, key, value, eigenvalues, basis, *_ = (a.detach() for a in random_call()[:5])
-        with pytest.raises(NotImplementedError, match=r"does not support torch.vmap: put the mapped dimension"):
-            torch.vmap(lambda q: ot.spectral_attention(q, key, value, eigenvalues, basis))(query[None])
-
     def test_no_matrix_of_logits_is_saved(self):
         args = random_call(queries=300, keys=300)
         saved = []

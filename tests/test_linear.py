@@ -176,9 +176,3 @@ class TestContract:
             mlp(x, w1, b1, w2.mT, b2)
         with pytest.raises(ValueError, match="linear: bias: got torch.float64"):
             linear(x, w1, b1.double())
-
-    @pytest.mark.parametrize("function, count", [(mlp, 5), (linear, 3)])
-    def test_vmap_raises(self, function, count):
-        args = [t.detach() for t in weights_and_tokens(((2, 9), 6, 20, 5), torch.float32)[:count]]
-        with pytest.raises(NotImplementedError, match="does not support torch.vmap"):
-            torch.vmap(lambda x: function(x, *args[1:]))(args[0][None])

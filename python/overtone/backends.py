@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overtone import _extension
+from overtone import _extension, _transforms
 from overtone.cuda_kernels import launches
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
@@ -42,6 +42,12 @@ BY_PRODUCTS = ("compose_symmetric", "compose_general")
 
 # The widest last dimension of an op's first tensor that a backend's kernels take.
 WIDEST = {("spectral_attention", "triton"): 128}
+
+
+NOT_BY_KERNELS = (
+    "forward-mode AD and torch.func's grad, vjp, jvp, … differentiate the PyTorch reference, which kernels are not:"
+    " leave the backend to None, or ask for 'reference'"
+)
 
 
 class BackendError(RuntimeError):
@@ -201,7 +207,7 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
     if launches.path(op, size, tensor.dtype, limit) is None:
         largest = launches.largest(op, tensor.dtype, limit)
         return f"on this device it takes matrices of up to {largest} rows and columns, got {size}"
-    if op == "eig" and tensor.requires_grad and torch.is_grad_enabled():
+    if op == "eig" and _transforms.needs_gradient(tensor):
         return "it has eigenvalues without gradient only"
     return None
 
@@ -230,6 +236,8 @@ def select(op: str, requested: str | None, tensor: Tensor) -> str:
     name = requested if requested is not None else _Choice.forced
     if name is not None:
         obstacle = _obstacle(op, _check_name(name), tensor)
+        if obstacle is None and name != "reference" and _transforms.differentiating():
+            obstacle = NOT_BY_KERNELS
         if obstacle is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
         return name

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import device_backend, select
 from overtone.ops import checks, library
@@ -118,10 +119,11 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale, qkv)
     eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
-    if head_gain is None:
-        y, norms = call.attend(eigenvalues, residual, return_norms)
-    else:
-        y, norms = call.attend_with_gain(eigenvalues, head_gain, residual, return_norms)
+    with transforms.without_autocast(query):
+        if head_gain is None:
+            y, norms = call.attend(eigenvalues, residual, return_norms)
+        else:
+            y, norms = call.attend_with_gain(eigenvalues, head_gain, residual, return_norms)
     return (y, norms) if return_norms else y
 
 
@@ -165,7 +167,7 @@ class _Call(NamedTuple):
         given = (self.query, self.key, self.value) if self.qkv is None else (self.qkv,)
         op = torch.ops.overtone.spectral_attention if self.qkv is None else torch.ops.overtone.spectral_attention_packed
         inputs = (*given, eigenvalues, self.basis, residual, self.attn_mask)
-        need_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        need_backward = transforms.needs_gradient(*inputs)
         # The norms' gradient is taken at y before rounding.
         need_wide = need_wide or (need_norms and need_backward and not _runs_on_triton(self.query))
         return op(*inputs, self.is_causal, self.scale, need_norms, need_wide, need_backward)
@@ -348,7 +350,7 @@ def _backward(ctx, grad_y, grad_low, grad_high, grad_wide, _grad_heads, _grad_so
         grad_low, grad_high = (torch.zeros_like(low) if g is None else g.contiguous() for g in (grad_low, grad_high))
     else:
         y, grad_low, grad_high = low, None, None  # y is not read
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_y, grad_low, grad_high):
         return _differentiable_backward(ctx, None if grad_y is None else grad_y.to(dtype), grad_low, grad_high)
     *given_needs, lam, u, r, m = ctx.needs_input_grad[:-5]
     wanted = (*given_needs, lam, u, m)
@@ -389,6 +391,36 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
     return *(results.get(name) for name in names), *(None,) * 5
 
 
-for _op in ("spectral_attention", "spectral_attention_packed"):
-    library.differentiable(_op, setup=_save, backward=_backward)
-    library.without_vmap(_op, "put the mapped dimension into the batch dimension of query, key and value")
+def _by_reference(
+    query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, need_wide, need_backward
+):
+    wide = tuple(None if x is None else x.to(eigenvalues.dtype) for x in (query, key, value, basis, residual))
+    wide_query, key, value, basis, residual = wide
+    y = reference.spectral_attention(
+        wide_query, key, value, eigenvalues, basis, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+        scale=scale,
+    )  # fmt: skip
+    nothing = y.new_empty(0)
+    norms = reference.frequency_norms(y) if need_norms else (nothing, nothing)
+    wide_y = y if need_wide and query.dtype != y.dtype else nothing
+    return y.to(query.dtype), *norms, wide_y, nothing, nothing
+
+
+library.differentiable(
+    "spectral_attention",
+    setup=_save,
+    backward=_backward,
+    reference=_by_reference,
+    batched=(0, 1, 2, 5, 6),
+    merges=True,
+    contiguous=(3,),
+)
+library.differentiable(
+    "spectral_attention_packed",
+    setup=_save,
+    backward=_backward,
+    reference=lambda qkv, *rest: _by_reference(*heads_of(qkv), *rest),
+    batched=(0, 3, 4),
+    merges=True,
+    contiguous=(1,),
+)

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -108,14 +109,17 @@ def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
     known = BasisCache.find(cache, "inverse", v, backend)
     if known is not None:
         return known[0]
-    _raise_unless(v.isfinite().all(-1).all(-1), lambda _: "is not finite")
-    if backend == "reference":
-        inverse = reference.linalg.inverse(v)
-    else:
-        inverse = invert(v)
-    condition = torch.linalg.matrix_norm(v, 1) * torch.linalg.matrix_norm(inverse, 1)
-    _raise_unless(condition <= max_condition, lambda first: _too_large(condition[first].item(), max_condition))
+    inverse = _checked_inverse(reference.linalg.inverse if backend == "reference" else invert, v, max_condition)
     BasisCache.store(cache, "inverse", v, backend, (inverse,))
+    return inverse
+
+
+def _checked_inverse(invert: Callable, v: Tensor, max_condition: float) -> Tensor:
+    _raise_unless(v.detach().isfinite().all(-1).all(-1), lambda _: "is not finite")
+    inverse = invert(v)
+    condition = torch.linalg.matrix_norm(v.detach(), 1) * torch.linalg.matrix_norm(inverse.detach(), 1)
+    condition = transforms.beneath(condition)
+    _raise_unless(condition <= max_condition, lambda first: _too_large(condition[first].item(), max_condition))
     return inverse
 
 
@@ -127,7 +131,8 @@ def _too_large(condition: float, limit: float) -> str:
 
 
 def _raise_unless(holds: Tensor, complaint: Callable[[tuple[int, ...]], str]) -> None:
-    if not holds.all():
+    holds = transforms.beneath(holds)
+    if transforms.readable(holds) and not holds.all():
         first = tuple((~holds).nonzero()[0].tolist())
         raise torch.linalg.LinAlgError(f"inverse_basis: v: basis {first or ''} {complaint(first)}".replace("  ", " "))
 
@@ -164,7 +169,7 @@ def _orthonormal_backward(ctx, grad_q, _grad_r):
     theta, q, r = ctx.saved_tensors
     if grad_q is None:
         return None, None
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_q):
         return (*library.differentiable_gradient(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
     if select("qr", None, theta) != "reference":
         return torch.ops.overtone.qr_backward(grad_q, None, q, r), None
@@ -186,5 +191,17 @@ def _inverse_backward(ctx, grad):
         return -inverse.mT @ grad @ inverse.mT, None, None
 
 
-library.differentiable("orthonormal_basis", setup=_save_orthonormal, backward=_orthonormal_backward)
-library.differentiable("inverse_basis", setup=_save_inverse, backward=_inverse_backward)
+library.differentiable(
+    "orthonormal_basis",
+    setup=_save_orthonormal,
+    backward=_orthonormal_backward,
+    reference=lambda theta, _: tuple(reference.linalg.qr(theta)),
+    batched=(0,),
+)
+library.differentiable(
+    "inverse_basis",
+    setup=_save_inverse,
+    backward=_inverse_backward,
+    reference=lambda v, max_condition, _: _checked_inverse(reference.linalg.inverse, v, max_condition),
+    batched=(0,),
+)

@@ -11,7 +11,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -25,7 +27,7 @@ def eig(A: Tensor, *, backend: str | None = None) -> EigResult:
     A = checks.matrices("eig", "A", A, square=True)
     if select("eig", backend, A) == "reference":
         return reference.linalg.eig(A)
-    values, vectors, _, _ = torch.ops.overtone.eig(A, False, True, _needs_gradient(A), "eig")
+    values, vectors, _, _ = library.call("eig", A, False, True, transforms.needs_gradient(A), "eig")
     return EigResult(values, vectors)
 
 
@@ -48,7 +50,7 @@ def eig_ex(A: Tensor, *, backend: str | None = None) -> EigExResult:
     A = checks.matrices("eig_ex", "A", A, square=True)
     if select("eig", backend, A) == "reference":
         return reference.linalg.eig_ex(A)
-    values, vectors, _, info = torch.ops.overtone.eig_ex(A, False, True, _needs_gradient(A))
+    values, vectors, _, info = library.call("eig_ex", A, False, True, transforms.needs_gradient(A))
     return EigExResult(values, vectors, info)
 
 
@@ -62,14 +64,9 @@ def eigvals_ex(A: Tensor, *, row_stochastic: bool = False, backend: str | None =
     return EigvalsExResult(values, info)
 
 
-def _needs_gradient(A: Tensor) -> bool:
-    """Gradients take the left eigenvectors too."""
-    return A.requires_grad and torch.is_grad_enabled()
-
-
 def _solve_values(op: str, A: Tensor, row_stochastic: bool, *function: str) -> tuple[Tensor, ...]:
-    vectors = _needs_gradient(A)
-    values, *rest = getattr(torch.ops.overtone, op)(A, row_stochastic, vectors, vectors, *function)
+    vectors = transforms.needs_gradient(A)  # which takes the left ones too
+    values, *rest = library.call(op, A, row_stochastic, vectors, vectors, *function)
     if row_stochastic and vectors:  # then nothing is split off
         values = perron_first(values)
     return values, *rest
@@ -100,7 +97,8 @@ def _gradient(grad_values, grad_vectors, norm, values, right, left, info) -> Ten
     _raise_defective(grad_values, grad_vectors, norm, values, left)
     inner = _inner_gradient(grad_values, None if grad_vectors is None else grad_vectors.where(solved, 0), values, right)
     left = left.where(left.isfinite(), 0)  # of eigenvalues without a derivative that the loss does not use
-    return (left @ inner @ right.mH).real.contiguous()
+    # Not contiguous(): with one element or none it would leave the strides of the complex tensor.
+    return (left @ inner @ right.mH).real.clone(memory_format=torch.contiguous_format)
 
 
 _LARGEST_CONDITION = 0.1  # in units of 1/ε: differences of derivatives beyond it have no digit left
@@ -140,7 +138,7 @@ def _inner_gradient(grad_values: Tensor | None, grad_vectors: Tensor | None, val
         return inner
     turned = right.mH @ grad_vectors
     own = turned.diagonal(dim1=-2, dim2=-1)
-    if (own.imag.abs() > 1e-2 * (1 + own.real.abs())).any():  # torch's tolerance
+    if transforms.beneath(own.imag.abs() > 1e-2 * (1 + own.real.abs())).any():  # torch's tolerance
         raise RuntimeError(
             "eig: the loss depends on the phase of the eigenvectors, which are determined up to a factor e^{iφ} only:"
             " it has no gradient"
@@ -183,6 +181,7 @@ def _is_function_of_matrix(grad_values: Tensor, grad_vectors: Tensor, rounding: 
 
 
 def _raise_pair(pairs: Tensor, why: str) -> None:
+    pairs = transforms.beneath(pairs)
     if pairs.any():
         *member, i, j = pairs.nonzero()[0].tolist()
         raise torch.linalg.LinAlgError(f"eig: eigenvalues {min(i, j)} and {max(i, j)}{_of_matrix(member)} {why}")
@@ -236,12 +235,13 @@ def _raise_defective(
     used = torch.zeros_like(defective) if grad_values is None else grad_values != 0
     if grad_vectors is not None:  # an eigenvector's gradient goes through every eigenvalue of its matrix
         used = used | (grad_vectors != 0).flatten(-2).any(-1, keepdim=True)
-    if (defective & used).any():
-        place = tuple((defective & used).nonzero()[0].tolist())
+    worst = transforms.beneath(torch.where(defective & used, condition, 0))
+    if (worst != 0).any():
+        place = tuple((worst != 0).nonzero()[0].tolist())
         *member, k = place
         raise torch.linalg.LinAlgError(
             f"eig: A{_of_matrix(member)} is defective to rounding (eigenvalue {k} has condition number"
-            f" {condition[place]:.1e}): the eigenvalue has no derivative"
+            f" {worst[place]:.1e}): the eigenvalue has no derivative"
         )
 
 
@@ -271,7 +271,7 @@ def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _gra
     norm, values, right, left, info = ctx.saved_tensors
     if grad_values is None and grad_vectors is None:
         return (None,) * (1 + ctx.others)
-    if torch.is_grad_enabled():  # to be differentiated again: W as a function of V
+    if transforms.open_for(grad_values, grad_vectors):  # to be differentiated again: W as a function of V
         unit = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
         left = reference.linalg.inverse(right.where((info == 0)[..., None, None], unit)).mH
         grad = _gradient(grad_values, grad_vectors, norm, values, right, left, info)
@@ -280,5 +280,28 @@ def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _gra
     return grad, *(None,) * ctx.others
 
 
-for _op in ("eig", "eig_ex"):
-    library.differentiable(_op, setup=_save, backward=_backward)
+def _by_reference(A: Tensor, row_stochastic: bool, right: bool, left: bool) -> tuple[Tensor, ...]:
+    if right and not row_stochastic:
+        values, vectors, info = reference.linalg.eig_ex(A)
+        return values, vectors, vectors.new_empty(0, 0), info
+    values, info = reference.linalg.eigvals_ex(A, row_stochastic=row_stochastic)
+    return values, values.new_empty(0, 0), values.new_empty(0, 0), info
+
+
+def _forward(op, A: Tensor, row_stochastic: bool, right: bool, left: bool, *function: str) -> tuple[Tensor, ...] | None:
+    """dλ = diag(M) and dV = X − V Re diag(VᴴX), X = V (M_ij / (λ_j − λ_i)), with M = V⁻¹ dA V."""
+    if row_stochastic or not right:
+        return None
+    primal, tangent = forward_ad.unpack_dual(A)
+    values, vectors, left_vectors, info = op(primal, False, True, True, *function)
+    unit = torch.eye(A.shape[-1], dtype=vectors.dtype, device=A.device)
+    inverse = reference.linalg.inverse(vectors.where((info == 0)[..., None, None], unit))
+    inner = inverse @ tangent.to(vectors.dtype) @ vectors
+    turn = vectors @ library.between_eigenvalues(inner, values)
+    turn = turn - vectors * (vectors.conj() * turn).sum(-2, keepdim=True).real
+    grow = inner.diagonal(dim1=-2, dim2=-1)
+    return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors, turn), left_vectors, info
+
+
+for _op, _solve in (("eig_ex", _by_reference), ("eig", library.raising(_by_reference))):
+    library.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)

@@ -6,7 +6,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -20,7 +22,7 @@ def eigh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighResul
     A, UPLO = _checked("eigh", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigh(A, UPLO)
-    return EighResult(*torch.ops.overtone.eigh(A, UPLO == "U", True, "eigh")[:2])
+    return EighResult(*library.call("eigh", A, UPLO == "U", True, "eigh")[:2])
 
 
 def eigvalsh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Tensor:
@@ -28,7 +30,7 @@ def eigvalsh(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Tenso
     A, UPLO = _checked("eigvalsh", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh(A, UPLO)
-    return torch.ops.overtone.eigh(A, UPLO == "U", _needs_gradient(A), "eigvalsh")[0]
+    return library.call("eigh", A, UPLO == "U", transforms.needs_gradient(A), "eigvalsh")[0]
 
 
 def eigh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighExResult:
@@ -36,7 +38,7 @@ def eigh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EighEx
     A, UPLO = _checked("eigh_ex", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigh_ex(A, UPLO)
-    return EighExResult(*torch.ops.overtone.eigh_ex(A, UPLO == "U", True))
+    return EighExResult(*library.call("eigh_ex", A, UPLO == "U", True))
 
 
 def eigvalsh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> EigvalsExResult:
@@ -44,7 +46,8 @@ def eigvalsh_ex(A: Tensor, UPLO: str = "L", *, backend: str | None = None) -> Ei
     A, UPLO = _checked("eigvalsh_ex", A, UPLO)
     if select("eigh", backend, A) == "reference":
         return reference.linalg.eigvalsh_ex(A, UPLO)
-    values, _, info = torch.ops.overtone.eigh_ex(A, UPLO == "U", _needs_gradient(A))
+    # The gradient of eigenvalues takes eigenvectors.
+    values, _, info = library.call("eigh_ex", A, UPLO == "U", transforms.needs_gradient(A))
     return EigvalsExResult(values, info)
 
 
@@ -52,11 +55,6 @@ def _checked(function: str, A: Tensor, UPLO: str) -> tuple[Tensor, str]:
     A = checks.matrices(function, "A", A, square=True)
     UPLO = UPLO.upper() if isinstance(UPLO, str) else UPLO  # torch takes small letters too
     return A, checks.one_of(function, "UPLO", UPLO, ("L", "U"))
-
-
-def _needs_gradient(A: Tensor) -> bool:
-    """The gradient of eigenvalues takes eigenvectors."""
-    return A.requires_grad and torch.is_grad_enabled()
 
 
 def _fake_eigh(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +119,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _):
     values, vectors, info = ctx.saved_tensors
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_values, grad_vectors):
         grad = _differentiable_gradient(grad_values, grad_vectors, values, vectors, info)
     else:
         grad_values = None if grad_values is None else grad_values.contiguous()
@@ -157,5 +155,24 @@ def _equal_to_rounding(values: Tensor) -> Tensor:
     return (gaps <= tolerance) & torch.ones(n, n, dtype=torch.bool, device=values.device).triu(1)
 
 
-for _op in ("eigh", "eigh_ex"):
-    library.differentiable(_op, setup=_save, backward=_backward)
+def _by_reference(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, ...]:
+    if vectors:
+        return tuple(reference.linalg.eigh_ex(A, "U" if upper else "L"))
+    values, info = reference.linalg.eigvalsh_ex(A, "U" if upper else "L")
+    return values, values.new_empty(0, 0), info
+
+
+def _forward(op, A: Tensor, upper: bool, vectors: bool, *function: str) -> tuple[Tensor, ...] | None:
+    """dλ = diag(M) and dV = V (M_ij / (λ_j − λ_i)), with M = Vᵀ dA V."""
+    if not vectors:
+        return None
+    primal, tangent = forward_ad.unpack_dual(A)
+    values, vectors_, info = op(primal, upper, True, *function)
+    inner = vectors_.mT @ ((tangent + tangent.mT) / 2) @ vectors_
+    turn = vectors_ @ library.between_eigenvalues(inner, values)
+    grow = inner.diagonal(dim1=-2, dim2=-1)
+    return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors_, turn), info
+
+
+for _op, _solve in (("eigh_ex", _by_reference), ("eigh", library.raising(_by_reference))):
+    library.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)

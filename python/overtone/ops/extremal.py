@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone.ops import checks
 from overtone.ops.eig import eig_ex, eigvals_ex
 from overtone.ops.eigh import eigh_ex
@@ -73,6 +74,11 @@ def extremal_eigvals_ex(A: Tensor, *, tolerance: float | None = None) -> Extrema
 @torch.no_grad()
 def _solve(function: str, A: Tensor, tolerance: float | None) -> tuple[Tensor, ...]:
     A = checks.matrices(function, "A", A, square=True)
+    if not transforms.is_plain(A):
+        raise NotImplementedError(
+            f"{function}: A: got a tensor of a torch.func transform or of forward-mode AD, wanted a plain one"
+            " [..., n, n]: it has no derivative and no torch.vmap; eigvals has both"
+        )
     n, batch = A.shape[-1], A.shape[:-2]
     if A.dtype not in (torch.float32, torch.float64) or n < 2:
         wanted = "float32 or float64 of shape [..., n, n] with n ≥ 2"

@@ -14,6 +14,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -140,7 +141,7 @@ def _save_norms(ctx, inputs, output) -> None:
 
 def _norms_backward(ctx, grad_low: Tensor, grad_high: Tensor):
     x, mask, low, high = ctx.saved_tensors
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_low, grad_high):
         return library.differentiable_gradient(
             lambda x: reference.frequency_norms(x, mask=mask), (x,), (grad_low, grad_high)
         ) + (None,)
@@ -159,7 +160,7 @@ def _save_filter(ctx, inputs, output) -> None:
 def _filter_backward(ctx, grad_y: Tensor):
     x, low, high, mask = ctx.saved_tensors
     need_x, need_low, need_high = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_y):
         return _differentiable_filter_backward(ctx, grad_y)
     grad_x, grad_low, grad_high = torch.ops.overtone.frequency_filter_backward(
         grad_y, x, low, high, mask, ctx.is_causal, need_x
@@ -170,7 +171,7 @@ def _filter_backward(ctx, grad_y: Tensor):
 def _differentiable_filter_backward(ctx, grad_y: Tensor):
     x, low, high, mask = ctx.saved_tensors
     # Where no gain needs a gradient x was not saved; the filter being linear, any x gives the same gradient.
-    x = torch.zeros_like(grad_y, requires_grad=True) if x is None else x
+    x = torch.zeros_like(grad_y) if x is None else x
     grads = library.differentiable_gradient(
         lambda x, low, high: reference.frequency_filter(x, low, high, mask=mask, is_causal=ctx.is_causal),
         (x, low, high),
@@ -179,5 +180,19 @@ def _differentiable_filter_backward(ctx, grad_y: Tensor):
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None, None
 
 
-library.differentiable("frequency_norms", setup=_save_norms, backward=_norms_backward)
-library.differentiable("frequency_filter", setup=_save_filter, backward=_filter_backward)
+library.differentiable(
+    "frequency_norms",
+    setup=_save_norms,
+    backward=_norms_backward,
+    reference=lambda x, mask: tuple(reference.frequency_norms(x, mask=mask)),
+    batched=(0, 1),
+)
+library.differentiable(
+    "frequency_filter",
+    setup=_save_filter,
+    backward=_filter_backward,
+    reference=lambda x, low, high, mask, is_causal: reference.frequency_filter(
+        x, low, high, mask=mask, is_causal=is_causal
+    ),
+    batched=(0, 3),
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import KERNELS, forced_backend, select
 from overtone.ops import checks, library
@@ -40,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     if 0 in weight.shape or select("linear", backend, x) == "reference":
         return reference.linear(x, weight, bias)
     y = torch.ops.overtone.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, backend: str | None = None) -> Tensor:
@@ -66,9 +67,9 @@ def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, backend: s
     b2 = checks.matching("mlp", "b2", b2, (w2.shape[0],), x).contiguous()
     if 0 in (*w1.shape, w2.shape[0]) or select("mlp", backend, x) == "reference":
         return reference.mlp(x, w1, b1, w2, b2)
-    need_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w1, b1, w2, b2))
+    need_backward = transforms.needs_gradient(x, w1, b1, w2, b2)
     y, _ = torch.ops.overtone.mlp(x.reshape(-1, x.shape[-1]), w1, b1, w2, b2, need_backward)
-    return y.view(*x.shape[:-1], w2.shape[0])
+    return y.reshape(*x.shape[:-1], w2.shape[0])
 
 
 def _has_kernels(op: str, x: Tensor, backend: str | None) -> bool:
@@ -133,7 +134,7 @@ def _linear_backward(ctx, grad_y):
     x, weight, bias = ctx.saved_tensors
     if grad_y is None:
         return None, None, None
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_y):
         given = (x, weight) if bias is None else (x, weight, bias)
         grads = library.differentiable_gradient(reference.linear, given, (grad_y,))
         return *grads, *(None,) * (3 - len(grads))
@@ -152,7 +153,7 @@ def _mlp_backward(ctx, grad_y, _grad_pre):
     *given, pre = ctx.saved_tensors
     if grad_y is None:
         return (None,) * 6
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_y):
         return *library.differentiable_gradient(reference.mlp, tuple(given), (grad_y,)), None
     x, w1, _, w2, _ = given
     need_x, *need_weights = ctx.needs_input_grad[:5]
@@ -164,7 +165,21 @@ def _wanted(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor 
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
-library.differentiable("linear", setup=_save_linear, backward=_linear_backward)
-library.differentiable("mlp", setup=_save_mlp, backward=_mlp_backward)
-for _op in ("linear", "mlp"):
-    library.without_vmap(_op, "put the mapped dimension in front of x's tokens")
+library.differentiable(
+    "linear",
+    setup=_save_linear,
+    backward=_linear_backward,
+    reference=reference.linear,
+    batched=(0,),
+    merges=True,
+    contiguous=(2,),
+)
+library.differentiable(
+    "mlp",
+    setup=_save_mlp,
+    backward=_mlp_backward,
+    reference=lambda x, w1, b1, w2, b2, _: (reference.mlp(x, w1, b1, w2, b2), x.new_empty(0)),
+    batched=(0,),
+    merges=True,
+    contiguous=(2, 4),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -85,7 +86,7 @@ def _backward(ctx, grad_Q, grad_R, _grad_info):
         )
     if grad_Q is None and grad_R is None:
         grad_A = None
-    elif torch.is_grad_enabled():
+    elif transforms.open_for(grad_Q, grad_R):
         grads = (torch.zeros_like(Q) if grad_Q is None else grad_Q, torch.zeros_like(R) if grad_R is None else grad_R)
         (grad_A,) = library.differentiable_gradient(lambda A: tuple(reference.linalg.qr_ex(A)[:2]), (A,), grads)
     elif rows >= columns:
@@ -109,5 +110,11 @@ def _wide_backward(grad_Q: Tensor | None, grad_R: Tensor | None, Q: Tensor, R: T
     return torch.cat((grad_X, Q @ grad_rest), -1)
 
 
-library.differentiable("qr", setup=_save, backward=_backward)
-library.differentiable("qr_raising", setup=_save, backward=_backward)
+def _by_reference(A: Tensor, complete: bool, need_q: bool) -> tuple[Tensor, ...]:
+    return tuple(reference.linalg.qr_ex(A, "complete" if complete else "reduced" if need_q else "r"))
+
+
+library.differentiable("qr", setup=_save, backward=_backward, reference=_by_reference, batched=(0,))
+library.differentiable(
+    "qr_raising", setup=_save, backward=_backward, reference=library.raising(_by_reference), batched=(0,)
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from overtone import _transforms as transforms
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import checks, library
@@ -35,7 +36,7 @@ def _compose(function: str, name: str, matrix: Tensor, eigenvalues: Tensor, back
     checks.matching(function, "eigenvalues", eigenvalues, tuple(matrix.shape[:-1]), matrix)
     if select(function, backend, matrix) == "reference":
         return getattr(reference.spectrum, function)(matrix, eigenvalues)
-    return getattr(torch.ops.overtone, function)(matrix, eigenvalues.contiguous())[0]
+    return library.call(function, matrix, eigenvalues.contiguous())[0]
 
 
 def _fake(results: int):
@@ -79,7 +80,7 @@ def _symmetric_backward(ctx, grad_weight, *_):
     theta, eigenvalues, q, r = ctx.saved_tensors
     if grad_weight is None:
         return None, None
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_weight):
         return library.differentiable_gradient(
             reference.spectrum.compose_symmetric, (theta, eigenvalues), (grad_weight,)
         )
@@ -90,10 +91,29 @@ def _general_backward(ctx, grad_weight, *_):
     v, eigenvalues, inverse = ctx.saved_tensors
     if grad_weight is None:
         return None, None
-    if torch.is_grad_enabled():
+    if transforms.open_for(grad_weight):
         return library.differentiable_gradient(reference.spectrum.compose_general, (v, eigenvalues), (grad_weight,))
     return torch.ops.overtone.compose_general_backward(grad_weight, v, eigenvalues, inverse)
 
 
-library.differentiable("compose_symmetric", setup=_save, backward=_symmetric_backward)
-library.differentiable("compose_general", setup=_save, backward=_general_backward)
+def _with_nothing(compose, factors: int):
+    """The reference, with empty results in place of the factors that the kernels' backward takes."""
+    return lambda matrix, eigenvalues: (compose(matrix, eigenvalues), *(matrix.new_empty(0) for _ in range(factors)))
+
+
+library.differentiable(
+    "compose_symmetric",
+    setup=_save,
+    backward=_symmetric_backward,
+    reference=_with_nothing(reference.spectrum.compose_symmetric, 2),
+    batched=(0, 1),
+    contiguous=(1,),
+)
+library.differentiable(
+    "compose_general",
+    setup=_save,
+    backward=_general_backward,
+    reference=_with_nothing(reference.spectrum.compose_general, 1),
+    batched=(0, 1),
+    contiguous=(1,),
+)

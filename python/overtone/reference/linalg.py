@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overtone._transforms import beneath, readable
+
 NOT_STOCHASTIC = 2  # an info: the rows were promised to sum to one, and do not
 
 
@@ -204,7 +206,8 @@ def _checked(function: str, outcome: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def raise_unsolved(function: str, info: Tensor) -> None:
     """Raise LinAlgError if any matrix has an info other than zero, and name the first few."""
-    if not info.any():
+    info = beneath(info)
+    if not readable(info) or not info.any():
         return
     _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
     is_iteration = function != "qr"

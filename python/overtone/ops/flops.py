@@ -1,0 +1,179 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts for every op.
+
+Products of matrices count 2 per multiplication and addition, as the mode counts PyTorch's: an op has the count of its
+plain formulation, whatever its kernels compute again. Solvers have LAPACK's operation counts (Golub and Van Loan's for
+eigenvalues), which depend on the sizes alone; a basis counts as factorised also where the cache has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from math import prod
+from typing import Any
+
+import torch
+
+
+def _attention(query: tuple[int, ...], key: tuple[int, ...], basis: tuple[int, ...]) -> tuple[int, int]:
+    """Of one product of attention, as Q Kᵀ, and of that with the basis."""
+    batch, heads, queries, width = query
+    keys, channels = key[2], basis[1]
+    return 2 * batch * heads * queries * keys * width, 2 * batch * queries * heads * width * channels
+
+
+def _attention_forward(query, key, value, eigenvalues, basis, *_) -> int:
+    inner, outer = _attention(query, key, basis)
+    return 2 * inner + outer
+
+
+def _attention_backward(grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, *rest) -> int:
+    inner, outer = _attention(query, key, basis)
+    needs = rest[-1]
+    need_query, need_key, need_value, need_eigenvalues, need_basis, need_logits = (needs >> bit & 1 for bit in range(6))
+    need_weights = need_query | need_key | need_logits
+    need_heads = need_weights | need_value | need_eigenvalues
+    return inner * (need_query + need_key + need_value + need_weights) + outer * (need_basis + need_heads)
+
+
+def _heads_of(qkv: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    batch, tokens, _, heads, width = qkv
+    return ((batch, heads, tokens, width),) * 3
+
+
+def _packed_forward(qkv, *rest) -> int:
+    return _attention_forward(*_heads_of(qkv), *rest)
+
+
+def _packed_backward(grad_y, grad_low, grad_high, y, low, high, qkv, *rest) -> int:
+    return _attention_backward(grad_y, grad_low, grad_high, y, low, high, *_heads_of(qkv), *rest)
+
+
+def _linear(x, weight, *_) -> int:
+    return 2 * x[0] * prod(weight)
+
+
+def _linear_backward(grad_y, x, weight, need_x, need_weight) -> int:
+    return _linear(x, weight) * (need_x + need_weight)
+
+
+def _mlp(x, w1, b1, w2, *_) -> int:
+    return _linear(x, w1) + _linear(x, w2)
+
+
+def _mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights) -> int:
+    return _linear(x, w1) * (need_x + need_weights) + _linear(x, w2) * (1 + need_weights)
+
+
+def _cubes(shape: tuple[int, ...], count: float) -> int:
+    """`count` n³ of every matrix [..., n, n]."""
+    return round(count * prod(shape[:-1]) * shape[-1] ** 2)
+
+
+def _eigh(A, upper, vectors, *_) -> int:
+    return _cubes(A, 9 if vectors else 4 / 3)
+
+
+def _eigh_gradient(grad_values, grad_vectors, values, vectors, info) -> int:
+    return _cubes(vectors, 2 if grad_vectors is None else 6)
+
+
+def _eig(A, row_stochastic, right, *_) -> int:
+    return _cubes(A, 25 if right else 10)
+
+
+def _eig_gradient(grad_values, grad_vectors, norm, values, right, *_) -> int:
+    return _cubes(right, 4 if grad_vectors is None else 8)
+
+
+def _reflections(rows: int, columns: int, count: int) -> float:
+    """Of `count` Householder reflections found in a matrix, or multiplied out into one, of this size."""
+    return 4 * rows * columns * count - 2 * (rows + columns) * count**2 + 4 / 3 * count**3
+
+
+def _qr(A, complete, need_q, *_) -> int:
+    *batch, rows, columns = A
+    count = min(rows, columns)
+    form_q = _reflections(rows, rows if complete else count, count) if need_q else 0
+    return round(prod(batch) * (_reflections(rows, columns, count) + form_q))
+
+
+def _qr_backward(grad_q, grad_r, q, r) -> int:
+    *batch, rows, columns = q
+    products = 3 * rows + (0 if grad_q is None else 2 * rows) + (0 if grad_r is None else 2 * columns)
+    return prod(batch) * products * columns**2
+
+
+def _orthonormal(theta, *_) -> int:
+    return _qr(theta, False, True)
+
+
+def _inverse(v, *_) -> int:
+    return _orthonormal(v) + _cubes(v, 1)  # R⁻¹ Qᵀ by substitution
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "spectral_attention": _attention_forward,
+    "spectral_attention_backward": _attention_backward,
+    "spectral_attention_packed": _packed_forward,
+    "spectral_attention_packed_backward": _packed_backward,
+    "linear": _linear,
+    "linear_backward": _linear_backward,
+    "mlp": _mlp,
+    "mlp_backward": _mlp_backward,
+    "eigh": _eigh,
+    "eigh_ex": _eigh,
+    "eigh_gradient": _eigh_gradient,
+    "eigh_backward": _eigh_gradient,
+    "eig": _eig,
+    "eig_ex": _eig,
+    "eig_gradient": _eig_gradient,
+    "qr": _qr,
+    "qr_raising": _qr,
+    "qr_backward": _qr_backward,
+    "orthonormal_basis": _orthonormal,
+    "inverse_basis": _inverse,
+    "compose_symmetric": lambda theta, *_: _orthonormal(theta) + _cubes(theta, 2),
+    "compose_symmetric_backward": lambda grad, *_: _cubes(grad, 6 + 1),
+    "compose_general": lambda v, *_: _inverse(v) + _cubes(v, 2),
+    "compose_general_backward": lambda grad, *_: _cubes(grad, 6),
+}
+
+# Sums and scalings of tokens, which the mode does not count.
+WITHOUT_PRODUCTS = ("frequency_norms", "frequency_norms_backward", "frequency_filter", "frequency_filter_backward")
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register() -> None:
+    for name, formula in FORMULAS.items():
+        sys.modules[_COUNTER].register_flop_formula(getattr(torch.ops.overtone, name))(_of_shapes(formula))
+
+
+def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
+    return lambda *args, out_shape=None, **_: formula(*args)
+
+
+class _WhenImported(MetaPathFinder):
+    """Registers the formulas when somebody imports the counter, which itself imports Triton: we must not."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == _COUNTER else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _WhenImported())
