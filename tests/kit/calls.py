@@ -134,7 +134,7 @@ CALLS: dict[str, OpCall] = {
 }
 
 # Public functions that have no derivative, and say so.
-WITHOUT_DERIVATIVE = {"extremal_eigvals"}
+WITHOUT_DERIVATIVE = {"extremal_eigvals", "extremal_eigvals_ex"}
 
 
 def public_functions() -> set[str]:
