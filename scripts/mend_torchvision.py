@@ -12,14 +12,14 @@ import os
 from pathlib import Path
 
 MARK = "# added by overtone's scripts/mend_torchvision.py"
-SCHEMAS = f'''
+SCHEMAS = f"""
 
 {MARK}
 if not _has_ops():
     _schemas = torch.library.Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
         _schemas.define(f"{{_name}}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 def mend(package: Path) -> None:
