@@ -55,7 +55,7 @@ clean-all: clean
 	@rm -rf .venv
 
 # A stamp is made only after its step succeeded, so an interrupted step is done again.
-.venv/requirements.done: requirements-dev.txt requirements-no-deps.txt scripts/setup
+.venv/requirements.done: requirements-dev.txt requirements-no-deps.txt scripts/setup scripts/mend_torchvision.py
 	@scripts/setup requirements
 	@touch $@
 

@@ -24,9 +24,9 @@ from overtone.benchmarks.case import (
     synchronized,
 )
 from overtone.benchmarks.check import Check, Evidence, widened
-from overtone.benchmarks.libraries import MissingLibrary
 from overtone.benchmarks.placement import device_of, moved, placed
 from overtone.benchmarks.timing import Measurement, Plan, Timing, interleave
+from overtone.libraries import MissingLibrary
 
 OURS = "ours"
 BF16_WAY_OUT = "PyTorch's bfloat16 products die on this machine; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"

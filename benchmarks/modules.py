@@ -20,8 +20,8 @@ import overtone as ot
 from overtone.benchmarks.attention import B_224, S_224, TI_224, TI_CIFAR, Shape
 from overtone.benchmarks.case import Case, Results
 from overtone.benchmarks.check import Check, Evidence, against_truth
-from overtone.benchmarks.libraries import imported
 from overtone.benchmarks.step import PlainAttention, basis_caches
+from overtone.libraries import imported
 from overtone.reference.linalg import inverse
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import overtone as ot
 from overtone import reference
 from overtone.analysis import METRICS, READERS, Reader, Weights, analyze
 from overtone.analysis.observe import find_sites, observed
+from overtone.analysis.update import Update, applied_dominance
+from overtone.analysis.words import percent
 
 DIM, HEADS, TOKENS = 12, 3, 7
+READERS_BY_NAME = {reader.name: reader for reader in READERS}
 
 
 class Attention(nn.Module):
@@ -265,6 +269,284 @@ def test_random_vit_base_smooths_always():
     result = analyze(model, torch.randn(2, 3, 64, 64))
     assert result.verdicts() == {"perron": 72, "other": 0, "tie": 0, "close": 0, "invalid": 0}
     assert (torch.stack([layer.dominance.margin for layer in result.layers]) > 0.05).all()
+
+
+def torch_attention_by_hand(module, x, mask=None):
+    """A [B, H, N, N] and the heads A x W_V [B, H, N, k] of torch.nn.MultiheadAttention, for tokens [B, N, C]."""
+    query, key, value = (
+        (x.double() @ weight.double().mT + shift.double()).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        for weight, shift in zip(
+            module.in_proj_weight.chunk(3), (*module.in_proj_bias.chunk(3)[:2], torch.zeros(DIM)), strict=True
+        )
+    )
+    logits = query @ key.mT / math.sqrt(DIM / module.num_heads)
+    attention = (logits if mask is None else logits.masked_fill(mask, -math.inf)).softmax(-1)
+    return attention, attention @ value
+
+
+class Turned(nn.Module):
+    """Samples first outside, sequences first inside, as some CLIPs are written."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Called(nn.Module):
+    """torch.nn.MultiheadAttention on one sequence, or on two."""
+
+    def __init__(self, batch_first, need_weights=False, average=True):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(DIM, HEADS, batch_first=batch_first)
+        torch.nn.init.normal_(self.attend.in_proj_bias, std=0.5)
+        self.options = {"need_weights": need_weights, "average_attn_weights": average}
+        self.weights = None
+
+    def forward(self, x, memory=None, attn_mask=None):
+        keys = x if memory is None else memory
+        y, self.weights = self.attend(x, keys, keys, attn_mask=attn_mask, **self.options)
+        return x + y
+
+
+LENGTHS = [(5, 7), (6, 6), (1, 7), (5, 1)]  # samples, tokens
+
+
+class TestModulesOfTorch:
+    """Sequences first or samples first, with and without a batch dimension: every sample is whole, and none is cut."""
+
+    @pytest.mark.parametrize("samples, count", [*LENGTHS, (None, 7)])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize(
+        "masked, need_weights, average", [(True, True, True), (False, True, False), (True, False, True)]
+    )
+    def test_attention_is_that_of_the_formula(self, samples, count, batch_first, masked, need_weights, average):
+        model = Called(batch_first, need_weights, average).eval()
+        whole = torch.randn(samples or 1, count, DIM)
+        mask = torch.ones(count, count).triu(1).bool() if masked else None
+        attention, heads = torch_attention_by_hand(model.attend, whole, mask)
+        x = whole[0] if samples is None else whole if batch_first else whole.transpose(0, 1)
+        weights = ot.analysis.head_weights(*READERS_BY_NAME["torch.nn.MultiheadAttention"].weights(model.attend))
+        truth = ot.analysis.dominance(attention.float(), weights.detach(), is_causal=masked)
+        inputs = {"x": x} if mask is None else {"x": x, "attn_mask": mask}
+        result = analyze(model, inputs, batch_size=2)
+        (layer,) = result.layers
+        assert (result.samples, layer.tokens, layer.is_causal) == (samples or 1, count, masked or count == 1)
+        torch.testing.assert_close(layer.heads["diversity"].double(), ot.token_diversity(heads), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.dominance.margin, truth.margin, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(layer.before["ratio"], ot.frequency_norms(whole).ratio)
+        asked = model.weights  # of the last batch: the model gets what it asked for
+        with torch.no_grad():
+            model(**inputs)
+        assert (asked is None) == (not need_weights)
+        if need_weights:
+            torch.testing.assert_close(asked, model.weights if samples is None else model.weights[-len(asked) :])
+
+    @pytest.mark.parametrize("samples, count", LENGTHS[:2])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    @pytest.mark.parametrize("form", ["a tensor", "batches", "inside a model that turns it"])
+    def test_encoders_are_cut_along_the_samples(self, samples, count, batch_first, form):
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, batch_first=batch_first)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        whole = torch.randn(samples, count, DIM)
+        x = whole if batch_first else whole.transpose(0, 1)
+        with torch.no_grad():
+            output = model(x) if batch_first else model(x).transpose(0, 1)
+        if form == "batches":
+            x = x.split(2, 0 if batch_first else 1)
+        elif form.startswith("inside") and not batch_first:
+            x, model = whole, Turned(model)
+        result = analyze(model, x, batch_size=2)
+        assert (result.samples, [layer.tokens for layer in result.layers]) == (samples, [count] * 2)
+        torch.testing.assert_close(result.curve("ratio")[0], ot.frequency_norms(whole).ratio)
+        torch.testing.assert_close(result.curve("ratio")[2], ot.frequency_norms(output).ratio, atol=1e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("samples, count, keys", [(5, 7, 7), (5, 7, 3), (6, 6, 6)])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_cross_attention_is_known_by_its_keys(self, samples, count, keys, batch_first):
+        """As many keys as queries do not make it self-attention; one memory for both arguments does."""
+        layer = nn.TransformerDecoderLayer(DIM, HEADS, 16, batch_first=batch_first)
+        decoder = nn.TransformerDecoder(layer, 2)
+        x, memory = torch.randn(samples, count, DIM), torch.randn(samples, keys, DIM)
+        if not batch_first:
+            x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        inputs = {"tgt": x, "memory": memory}
+        result = analyze(decoder, inputs, batch_size=2)
+        assert [layer.name for layer in result.layers] == [f"layers.{i}.self_attn" for i in range(2)]
+        assert set(result.unread) == {f"layers.{i}.multihead_attn" for i in range(2)}
+        assert (result.samples, result.layers[0].tokens) == (samples, count)
+        reason = "keys are not computed from its tokens" if keys == count else f"of shape [{min(2, samples)}"
+        assert all(reason in why for why in result.unread.values())
+        bare = Called(batch_first)
+        with pytest.raises(ValueError, match="no attention of Called could be read"):
+            analyze(bare, {"x": x, "memory": memory})
+        assert analyze(bare, {"x": x, "memory": x}).samples == samples
+
+    def test_positions_added_to_queries_and_keys_are_self_attention(self):
+        """As in DETR: query and key are one tensor, the value another; the heads are A times the values."""
+
+        class Positions(Called):
+            def forward(self, x):
+                moved = x + torch.linspace(-1, 1, DIM)
+                return x + self.attend(moved, moved, x, need_weights=False)[0]
+
+        model, x = Positions(batch_first=False), torch.randn(5, 7, DIM)
+        (layer,) = analyze(model, x.transpose(0, 1)).layers
+        attention, _ = torch_attention_by_hand(model.attend, x + torch.linspace(-1, 1, DIM))
+        w_v = READERS_BY_NAME["torch.nn.MultiheadAttention"].weights(model.attend).w_v.double()
+        heads = attention @ (x.double() @ w_v).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        torch.testing.assert_close(layer.heads["diversity"].double(), ot.token_diversity(heads), atol=1e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize("crosses", [True, False])
+    def test_keys_of_modules_of_ones_own(self, fused, crosses):
+        """Followed through every step from the module's arguments, with biases and scales on the way."""
+
+        class Context(Attention):
+            def forward(self, x, context, scale):
+                q = self.qkv(x)[..., :DIM].unflatten(-1, (HEADS, -1)).transpose(1, 2) * scale
+                k, v = self.qkv(context)[..., DIM:].unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
+                k = torch.cat((k[:, :, :1], k[:, :, 1:] * scale), -2)
+                heads = F.scaled_dot_product_attention(q, k, v) if fused else ((q @ k.mT) / 2 + scale).softmax(-1) @ v
+                return self.proj(heads.transpose(1, 2).flatten(2))
+
+        class Around(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attn = Context(fused)
+
+            def forward(self, x, context):
+                return x + self.attn(x, x if not crosses else context, torch.ones(()))
+
+        inputs = {"x": tokens(), "context": tokens().flip(0)}
+        if crosses:
+            with pytest.raises(ValueError, match="keys are not computed from its tokens"):
+                analyze(Around(), inputs)
+        else:
+            assert analyze(Around(), inputs).samples == 5
+
+    def test_padding_is_refused(self):
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, batch_first=True)
+        hidden = torch.zeros(5, 7, dtype=torch.bool)
+        inputs = {"src": tokens(), "src_key_padding_mask": hidden}
+        assert analyze(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), inputs, batch_size=2).samples == 5
+        hidden[3, 6] = True
+        with pytest.raises(ValueError, match="inputs: src_key_padding_mask hides tokens"):
+            analyze(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), inputs)
+
+
+def numbers_of(sentence):
+    return [float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]\d+)?(?![\w])", sentence)]
+
+
+def check_words(analysis):
+    """Words and numbers of the summary agree: the direction with the curve, the shares with the verdicts."""
+    subject, told, forecast, *_ = str(analysis).splitlines()
+    assert subject == analysis.subject and told.startswith("Measured:") and forecast.startswith("Predicted by")
+    assert not re.search(r"\b(yes|no)\b[,:]", (told + forecast).lower())
+    first, last = (analysis.curve("ratio").double().mean(1)[place].item() for place in (0, -1))
+    if not (math.isfinite(first) and math.isfinite(last)):
+        assert "not finite" in told
+        return
+    assert numbers_of(told)[:2] == [float(f"{first:.3g}"), float(f"{last:.3g}")]
+    words = {"falls": last < first, "more alike": last < first, "rises": last > first, "less alike": last > first}
+    assert all(holds for word, holds in words.items() if word in told)
+    assert ("hardly changes" in told) == (not any(word in told for word in words))
+    if "by a factor" in told:
+        assert (
+            float(told.partition("by a factor of ")[2].split()[0])
+            == float(f"{max(last / first, first / last):.3g}")
+            > 1
+        )
+    counts, cases = analysis.verdicts(), sum(analysis.verdicts().values())
+    shares = [float(text) for text in re.findall(r"([\d.]+) %", forecast)]
+    undecided = cases - counts["perron"] - counts["other"]
+    wanted = [counts["perron"], counts["other"], *([undecided] if undecided else [])]
+    assert shares == pytest.approx([100 * number / cases for number in wanted], abs=0.1)
+    did_otherwise = (counts["perron"] > cases / 2 and last > first) or (counts["other"] > cases / 2 and last < first)
+    assert ("did otherwise" in forecast) == did_otherwise
+
+
+class TestWords:
+    @pytest.mark.parametrize("method", ot.models.METHODS)
+    @pytest.mark.parametrize("regime", ["free", "sharpen", "smooth"])
+    @pytest.mark.parametrize("norm", ["pre", "post"])
+    def test_the_headline_is_what_was_measured(self, method, regime, norm):
+        torch.manual_seed(0)
+        model = ot.models.VisionTransformer(
+            16, 8, 4, regime, dim=DIM, num_heads=HEADS, depth=2, norm=norm, method=method, eigenvalue_size=None
+        )
+        result = analyze(model, torch.randn(3, 3, 16, 16))
+        check_words(result)
+        forecast = str(result).splitlines()[2]
+        acting = {"contranorm": "ContraNorm", "neutreno": "NeuTRENO"}
+        judged = {"de_escalation": "de-escalation (τ = 1)", "centred": "centred attention"}
+        for name, word in (acting | judged).items():
+            assert (word in forecast) == (name == method)
+            assert (word in forecast.partition("Not in")[2]) == (name == method and name in acting)
+        assert "LayerNorm" in forecast and "the MLP" in forecast
+        if method == "de_escalation":
+            assert result.verdicts()["perron"] == 0  # equal tokens are taken away after every block
+
+    def test_models_of_others(self):
+        for model, inputs in (
+            (Model(), tokens()),
+            (nn.Sequential(*(Protocol(1.0) for _ in range(4))), tokens()),
+            (nn.Sequential(*(Protocol(-1.0) for _ in range(4))), tokens()),
+            (nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, HEADS, 16), 2), tokens().transpose(0, 1)),
+            (Model(), tokens()[:1].expand(5, -1, -1)[:, :1].expand(-1, TOKENS, -1)),  # equal tokens from the start
+            (Model(), tokens() - tokens().mean(1, keepdim=True)),  # no mean
+            (Model(), torch.zeros(5, TOKENS, DIM)),
+        ):
+            check_words(analyze(model, inputs))
+
+    def test_a_share_is_not_rounded_to_all_or_nothing(self):
+        assert [percent(*of) for of in ((0, 3), (3, 3), (1, 3), (1, 10**6), (10**6 - 1, 10**6))] == [
+            "0 %", "100 %", "33.3 %", "0.0001 %", "over 99.9 %",
+        ]  # fmt: skip
+
+
+class TestOperator:
+    """The verdict is on what the layer applies: against the eigenvectors of the whole map, X to the block's X."""
+
+    @pytest.mark.parametrize("tau, is_centred", [(1.0, False), (0.5, False), (0.1, False), (1.7, False), (0.0, True)])
+    def test_verdicts_are_those_of_the_map(self, tau, is_centred):
+        generator = torch.Generator().manual_seed(0)
+        count, dim, decided = 5, 3, 0
+        mean = torch.full((count, count), 1 / count, dtype=torch.float64)
+        for _ in range(60):
+            attention = torch.randn(count, count, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+            weight = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
+            spectrum = ot.analysis.eigenvalues(weight)
+            case = applied_dominance(attention, spectrum, Update(1 - tau, is_centred))
+            step = torch.kron(attention - mean * is_centred, weight.mT.contiguous()) + torch.eye(count * dim)
+            step = torch.kron(torch.eye(count).double() - tau * mean, torch.eye(dim)) @ step
+            values, vectors = torch.linalg.eig(step)
+            order = values.abs().argsort(descending=True)
+            winner = vectors[:, order[0]].unflatten(0, (count, dim))
+            equal = (winner - winner.mean(0)).norm() < 1e-6 * winner.norm()
+            if not case.undecided:
+                decided += 1
+                assert bool(equal) == bool(case.perron)
+        assert decided > 50
+
+    def test_without_a_method_nothing_is_changed(self):
+        spectrum = ot.analysis.eigenvalues(torch.randn(3, 4, 4))
+        attention = torch.randn(2, 3, 5, 5).softmax(-1)
+        for one, other in zip(
+            applied_dominance(attention, spectrum, Update()), ot.analysis.dominance(attention, spectrum), strict=True
+        ):
+            assert torch.equal(one, other)
+
+    def test_a_mask_turns_the_mean_into_another(self):
+        """Under a causal mask Π is a running mean, which the eigenvalues do not know: it is named as left out."""
+        attend = ot.nn.SpectralAttention(DIM, HEADS, centred=True)
+        model = nn.Sequential(attend)
+        model.forward = lambda x: x + attend(x, is_causal=True)
+        forecast = str(analyze(model, tokens())).splitlines()[2]
+        assert "Not in the eigenvalues: centred attention" in forecast and "of attention and weights" in forecast
 
 
 class TestMeasurements:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import overtone as ot
+from overtone import libraries
 from overtone.backends import KERNELS, BackendStatus
 from overtone.benchmarks import (
     compose,
     extremal,
     kit,
-    libraries,
     machine,
     metrics,
     modules,

@@ -17,7 +17,7 @@ from overtone.analysis import analyze
 from overtone.report import figures
 from overtone.report.figures import Curve, Region
 from overtone.report.page import Page, Section
-from overtone.report.table import Table, shown
+from overtone.report.table import Mean, Table, shown
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 
@@ -44,6 +44,22 @@ class TestTable:
 
     def test_csv_has_all_digits(self):
         assert list(csv.reader(io.StringIO(self.TABLE.csv())))[1] == ["a & b", "0.123456"]
+
+    @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", " =", "\r="])
+    def test_text_of_a_csv_is_no_formula(self, start):
+        """Names of modules come from others: a spreadsheet must not run them. Numbers stay numbers."""
+        text = f"{start}1+cmd|'/c calc'!A0"
+        rows = list(csv.reader(io.StringIO(Table("c", ["name", text], [[text, -1.5], ["a", -2]]).csv())))
+        text = text.replace("\r", " ")
+        assert rows == [["name", f"'{text}"], [f"'{text}", "-1.5"], ["a", "-2"]]
+
+    def test_a_mean_and_its_deviation_are_two_columns(self):
+        table = Table("c", ["name", "value", "note"], [["a", Mean(1.25, 0.5), "x"], ["b", 2.0, "y"]])
+        assert list(csv.reader(io.StringIO(table.csv()))) == [
+            ["name", "value", "value std", "note"], ["a", "1.25", "0.5", "x"], ["b", "2.0", "", "y"],
+        ]  # fmt: skip
+        assert table.text().splitlines()[3].split() == ["a", "1.25", "x"]
+        assert '<td class="number">1.25</td>' in table.html()
 
     def test_html_is_escaped_and_has_headers(self):
         html = self.TABLE.html()
@@ -93,6 +109,58 @@ class TestFigures:
         figures.shares("s", "t", {"1": {}}, y="y", alt="a", colours={"all": "#000000"})
 
 
+class TestLegends:
+    """No legend covers a point of a curve, or leaves the figure, whatever the curves and their names are."""
+
+    @pytest.fixture
+    def canvases(self, monkeypatch):
+        """Every figure's canvas."""
+        seen = []
+        finish = figures._finish
+        monkeypatch.setattr(figures, "_finish", lambda canvas, *words: (seen.append(canvas), finish(canvas, *words))[1])
+        return seen
+
+    def check(self, canvas):
+        canvas.draw_without_rendering()
+        boxes = [
+            legend.get_window_extent() for legend in (*canvas.legends, *(a.get_legend() for a in canvas.axes)) if legend
+        ]
+        for axes in canvas.axes:
+            for line in axes.get_lines():
+                points = axes.transData.transform(np.column_stack([line.get_xdata(), line.get_ydata()]).astype(float))
+                # Between the points too: a curve is drawn through them.
+                steps = np.linspace(0, 1, 20)[:, None, None]
+                points = (points[:-1] + steps * np.diff(points, axis=0)).reshape(-1, 2)
+                for box in boxes:
+                    inside = (box.x0 < points[:, 0]) & (points[:, 0] < box.x1)
+                    assert not (inside & (box.y0 < points[:, 1]) & (points[:, 1] < box.y1)).any()
+            for bar in axes.patches:
+                assert not any(box.overlaps(bar.get_window_extent()) for box in boxes)
+        for box in boxes:
+            assert canvas.bbox.x0 <= box.x0 and box.x1 <= canvas.bbox.x1 and box.y1 <= canvas.bbox.y1
+        return boxes
+
+    @pytest.mark.parametrize("count", [2, 4, 6])
+    def test_of_curves_that_fill_the_axes(self, canvases, count):
+        generator = np.random.default_rng(count)
+        for length in (2, 24):
+            x = list(range(1, 13))
+            lines = [Curve("n" * length + str(i), x, generator.uniform(0.01, 1, 12).tolist()) for i in range(count)]
+            figures.curves("c", "t", lines, x="x", y="y", alt="a")
+            figures.curves("c", "t", lines, x="x", y="y", alt="a", log=True)
+            figures.log_log("l", "t", lines, x="x", y="y", alt="a")
+            points = {line.label: np.array(line.y) * np.exp(1j * np.arange(12)) for line in lines}
+            figures.plane("p", "t", points, x="x", y="y", alt="a", unit_circle=True)
+            rows = {str(i): dict(zip(points, generator.dirichlet(np.ones(count)), strict=True)) for i in range(3)}
+            colours = dict(zip(points, figures.SERIES, strict=False))
+            figures.shares("s", "t", rows, y="y", alt="a", colours=colours)
+        assert all(self.check(canvas) for canvas in canvases) and len(canvases) == 10
+
+    def test_of_an_analysis(self, canvases):
+        analyze(Model(depth=3), tokens()).figures()
+        assert len([canvas for canvas in canvases if self.check(canvas)]) == 3
+
+
 class Checker(HTMLParser):
     """Every element that is opened is closed, in order."""
 
@@ -139,7 +207,11 @@ def test_files_of_an_analysis(saved):
     rows = list(csv.DictReader((folder / "layers.csv").open()))
     assert [row["layer"] for row in rows] == ["0", "1", "2", "3"]
     assert float(rows[3]["‖HFC‖/‖LFC‖"]) == pytest.approx(analysis.curve("ratio")[3].mean().item())
-    assert len(list(csv.DictReader((folder / "heads.csv").open()))) == 9
+    assert float(rows[3]["‖HFC‖/‖LFC‖ std"]) == pytest.approx(analysis.curve("ratio")[3].std().item())
+    heads = list(csv.DictReader((folder / "heads.csv").open()))
+    assert [(row["layer"], row["head"]) for row in heads] == [(str(i), str(j)) for i in (1, 2, 3) for j in (1, 2, 3)]
+    for row in (*rows, *heads):  # numbers, but for the names
+        assert all(float(value) is not None for name, value in row.items() if name != "module" and value)
     html = (folder / "report.html").read_text()
     assert {path.stem for path in folder.glob("*.png")} == set(re.findall('id="figure-([a-z-]+)"', html))
     assert "which eigenvalue dominates" in str(analysis)

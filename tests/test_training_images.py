@@ -28,7 +28,7 @@ from overtone.training import (
     predict,
     train,
 )
-from overtone.training.folder import _WIDE, SUFFIXES, _in_bytes, read_image
+from overtone.training.folder import _WIDE, SUFFIXES, in_bytes, read_image
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
 
@@ -105,7 +105,7 @@ def test_every_mode_of_pillow_is_read(mode):
             image = grey.convert(mode.upper()).convert(mode)
         else:
             image = grey.convert(mode)
-        pixel = _in_bytes(image, 3).getpixel((SIZE // 2, SIZE // 2))
+        pixel = in_bytes(image, 3).getpixel((SIZE // 2, SIZE // 2))
         rounding = 1 if mode == "LAB" else 0  # of L*, a* and b* to 8 bits
         assert all(abs(value - level) <= rounding for value in pixel)
 

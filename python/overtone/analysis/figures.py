@@ -86,7 +86,7 @@ def _dominance_figures(analysis: Analysis) -> list[Figure]:
             rows,
             y="layer",
             colours=VERDICT_COLOURS,
-            alt=f"Bars per layer: the Perron eigenvalue dominates in {perron} of all {total} cases.",
+            alt=f"Bars per layer: the Perron eigenvalue dominates in {perron} of {total} cases.",
         ),
         draw.plane(
             "weight-plane",
@@ -110,18 +110,26 @@ def _dominance_figures(analysis: Analysis) -> list[Figure]:
 
 
 def _smoothing_region(analysis: Analysis, weights: np.ndarray) -> Region:
-    """For every λ of the plane: with which share of the attention matrices |1 + λ| is above every |1 + λ z|."""
+    """For every λ of the plane: with which share of the attention matrices |1 + λ| is above every |1 + λ z|.
+
+    |1 + λ| is what equal tokens grow by; a method may change that (see update.py).
+    """
     side = 1.15 * max(1e-6, float(np.abs(weights.real).max()), float(np.abs(weights.imag).max()))
     axis = torch.linspace(-side, side, GRID_POINTS, dtype=torch.float64)
     grid = torch.complex(axis[None, :].expand(GRID_POINTS, -1), axis[:, None].expand(-1, GRID_POINTS))
-    spectra = [s for layer in analysis.layers for s in layer.attention_eigenvalues.flatten(0, 1) if s.isfinite().all()]
+    spectra = [
+        (layer.update, spectrum)
+        for layer in analysis.layers
+        for spectrum in layer.attention_eigenvalues.flatten(0, 1)
+        if spectrum.isfinite().all()
+    ]
     spectra = spectra[:: max(1, -(-len(spectra) // MOST_SPECTRA))]
     smooths = torch.zeros(GRID_POINTS, GRID_POINTS, dtype=torch.float64)
-    for spectrum in spectra:
+    for update, spectrum in spectra:
         others = torch.ones(GRID_POINTS, GRID_POINTS, dtype=torch.float64) * -math.inf
         for value in _outermost(spectrum[1:]):
             others = torch.maximum(others, (1 + grid * value).abs())
-        smooths += ((1 + grid).abs() > others).double()
+        smooths += (update.of_equal_tokens((1 + grid).abs()) > others).double()
     share = (smooths / max(1, len(spectra))).numpy()
     return Region(share, (-side, side, -side, side), "share of attention that smooths")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from overtone import linalg
 from overtone.analysis.observe import Site
 from overtone.analysis.readers import Weights
-from overtone.analysis.spectral_dominance import dominance, eigenvalues
+from overtone.analysis.spectral_dominance import eigenvalues
+from overtone.analysis.update import Update, applied_dominance, update_of
 from overtone.ops.frequency import frequency_norms
 from overtone.ops.metrics import cosine_similarity, effective_rank, stable_rank
 from overtone.reference import metrics
@@ -41,11 +42,12 @@ class Layer:
     after: dict[str, Tensor]  #: and of those that leave it
     heads: dict[str, Tensor]  #: METRICS of the heads' outputs A V, [B, H] each
     gap: Tensor  #: 1 − |λ₂(A)|, [B, H]
-    dominance: Dominance  #: a case per image and head, [B, H]
+    dominance: Dominance  #: of what the layer applies (`update`), a case per image and head, [B, H]
     mean_dominance: Dominance  #: of the heads' mean A and the whole H, [B]
     weight_eigenvalues: Tensor  #: of every head's W_proj W_V, [H, k]
     whole_eigenvalues: Tensor  #: of the layer's H, [d]
     attention_eigenvalues: Tensor  #: of the first images' A, the Perron one first, [b, H, N]
+    update: Update = Update()  #: the method that the verdicts are on, and what they leave out
 
     @property
     def escalation(self) -> Tensor:
@@ -63,6 +65,7 @@ class Meter:
         self.kept = 0
         self.is_causal = True
         self.tokens = 0
+        self.update = update_of(site)
         self.numbers: dict[str, list[Tensor]] = defaultdict(list)
 
     def on_input(self, tokens: Tensor) -> None:
@@ -75,9 +78,11 @@ class Meter:
         self.tokens = attention.shape[-1]
         is_causal = not attention.triu(1).any()
         self.is_causal &= is_causal
+        if not (self.update.is_plain or attention.amax((0, 1)).all()):  # the same zeros everywhere: a mask
+            self.update = self.update.without_methods()
         self._add("heads", token_metrics(heads))
-        self._add("dominance", dominance(attention, self.head_spectrum, is_causal=is_causal)._asdict())
-        self._add("mean", dominance(attention.mean(1), self.whole_spectrum, is_causal=is_causal)._asdict())
+        self._judge("dominance", attention, self.head_spectrum, is_causal)
+        self._judge("mean", attention.mean(1), self.whole_spectrum, is_causal)
         values = attention_eigenvalues(attention, is_causal)
         # One token has no second eigenvalue, and nothing slows its convergence.
         second = values[..., 1:].abs().amax(-1) if self.tokens > 1 else torch.zeros(values.shape[:-1])
@@ -104,7 +109,11 @@ class Meter:
             weight_eigenvalues=self.head_spectrum.values.cpu(),
             whole_eigenvalues=self.whole_spectrum.values.cpu(),
             attention_eigenvalues=found["attention"][""],
+            update=self.update,
         )
+
+    def _judge(self, group: str, attention: Tensor, spectrum: Eigenvalues, is_causal: bool) -> None:
+        self._add(group, applied_dominance(attention, spectrum, self.update, is_causal=is_causal)._asdict())
 
     def _add(self, group: str, numbers: dict[str, Tensor]) -> None:
         for name, values in numbers.items():

@@ -2,25 +2,33 @@
 
 Attention is caught where PyTorch computes it, inside a module that a reader knows: in scaled_dot_product_attention
 (from its queries, keys and mask), in a softmax over [B, H, N, N], or in multi_head_attention_forward. So normalised
-queries, rotary positions, biases and masks are all in it. Nothing is kept: a layer's tensors go to its `Listener`.
+queries, rotary positions, biases and masks are all in it. Whether it is self-attention is known by what queries and
+keys were computed from, which is followed from the module's arguments on; cross attention may have as many keys as
+queries. Nothing is kept: a layer's tensors go to its `Listener`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from overtone import reference
 from overtone.analysis.readers import Reader, Weights, own_attention, reader_of
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum, torch.baddbmm)
+
+# The arguments of a module that a tensor was computed from, by their place.
+Origins: TypeAlias = frozenset[int]
+NOWHERE: Origins = frozenset()
 
 
 class Unreadable(Exception):
@@ -97,12 +105,65 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> nn.Module:
     return modules[parent] if parent else modules[name]
 
 
-@dataclass
+class _Attention(NamedTuple):
+    """An attention matrix, and what its queries and keys come from."""
+
+    matrix: Tensor
+    query: Origins
+    key: Origins
+
+
 class _Seen:
     """What one run of an attention module has shown so far."""
 
-    attention: list[Tensor] = field(default_factory=list)
-    heads: Tensor | None = None
+    def __init__(self, arguments: Any) -> None:
+        self.attention: list[_Attention] = []
+        self.heads: Tensor | None = None
+        self.values: Tensor | None = None  # [B, N, E], of torch.nn.MultiheadAttention
+        self._origins: Any = WeakTensorKeyDictionary()
+        self._sides: Any = WeakTensorKeyDictionary()  # of products of queries and keys: what each side comes from
+        places: dict[tuple, int] = {}
+        for tensor in _tensors(arguments):
+            place = places.setdefault(_memory(tensor), len(places))
+            self._origins[tensor] = frozenset([place])
+
+    def origins(self, *values: Any) -> Origins:
+        return NOWHERE.union(*(self._origins.get(tensor, NOWHERE) for tensor in _tensors(values)))
+
+    def sides(self, *values: Any) -> tuple[Origins, Origins]:
+        """What the two sides of the product come from that these values were computed from, if there is one."""
+        found = (self._sides.get(tensor) for tensor in _tensors(values))
+        return next((sides for sides in found if sides is not None), (NOWHERE, NOWHERE))
+
+    def follow(self, func: Any, arguments: tuple, result: Any) -> None:
+        """A result comes from what its arguments come from."""
+        origins = self.origins(arguments)
+        if not origins:
+            return
+        sides = self.sides(arguments)
+        if func in PRODUCTS:
+            operands = [tensor for tensor in _tensors(arguments) if tensor.dim() > 2][-2:]
+            sides = (self.origins(operands[0]), self.origins(operands[1])) if len(operands) == 2 else sides
+        for tensor in _tensors(arguments[0] if func is Tensor.__setitem__ else result):
+            self._origins[tensor] = origins
+            if any(sides):
+                self._sides[tensor] = sides
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments or results."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+
+
+def _memory(tensor: Tensor) -> tuple:
+    """The same for two views of the same numbers."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class Observer(TorchFunctionMode):
@@ -116,23 +177,39 @@ class Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.running:
             return func(*args, **kwargs)
+        seen = self.running[-1]
         if func is F.multi_head_attention_forward:
-            return self._multi_head(*args, **kwargs)
+            return self._multi_head(seen, *args, **kwargs)
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self.running[-1].attention.append(_attention_of(*args, **kwargs))
+            matrix, query, key = _attention_of(*args, **kwargs)
+            seen.attention.append(_Attention(matrix, seen.origins(query), seen.origins(key)))
         elif func in SOFTMAXES and result.dim() == 4:
-            self.running[-1].attention.append(result)
+            seen.attention.append(_Attention(result, *seen.sides(args, kwargs)))
+        seen.follow(func, (*args, *kwargs.values()), result)
         return result
 
-    def _multi_head(self, *args: Any, need_weights: bool = True, average_attn_weights: bool = True, **kwargs: Any):
+    def _multi_head(
+        self,
+        seen: _Seen,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        need_weights: bool = True,
+        average_attn_weights: bool = True,
+        **kwargs: Any,
+    ):
+        """torch's function takes sequences first, [N, B, E] or [N, E], and gives weights [B, H, N, N] or [H, N, N]."""
         kwargs |= {"need_weights": True, "average_attn_weights": False}
-        output, weights = F.multi_head_attention_forward(*args, **kwargs)
+        output, weights = F.multi_head_attention_forward(query, key, value, *args, **kwargs)
         assert weights is not None  # as asked for
-        self.running[-1].attention.append(weights)
+        matrix = weights if query.dim() == 3 else weights[None]
+        seen.attention.append(_Attention(matrix, seen.origins(query), seen.origins(key)))
+        seen.values = value.transpose(0, 1) if value.dim() == 3 else value[None]
         if not need_weights:
             return output, None
-        return output, weights.mean(1) if average_attn_weights else weights
+        return output, weights.mean(-3) if average_attn_weights else weights
 
 
 def _attention_of(
@@ -144,11 +221,11 @@ def _attention_of(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """scaled_dot_product_attention's matrices, in float32 or float64."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    return reference.attention_weights(query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """scaled_dot_product_attention's matrices, in float32 or float64, and its queries and keys."""
+    keys = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3) if enable_gqa else key
+    matrix = reference.attention_weights(query, keys, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    return matrix, query, key
 
 
 @contextmanager
@@ -163,12 +240,16 @@ def observed(sites: list[Site], listeners: list[Listener], unread: dict[str, str
 
 
 def _hooks(site: Site, listener: Listener, observer: Observer, unread: dict[str, str]) -> list[Any]:
+    entered: list[Tensor | None] = []  # the tokens of the blocks that are running
+    matrices: list[Tensor] = []  # the attention of the block that is running
+
     def enter_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if site.name not in unread:
-            listener.on_input(_tokens(site, (*args, *kwargs.values())))
+        # A copy: how its dimensions are meant is known when attention was seen, and the block may write into it.
+        tokens = _first_tokens(site, (*args, *kwargs.values()))
+        entered.append(tokens if tokens is None or site.name in unread else tokens.clone())
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        observer.running.append(_Seen())
+        observer.running.append(_Seen((*args, *kwargs.values())))
 
     def project(module: nn.Module, args: tuple) -> None:
         if observer.running:
@@ -179,13 +260,24 @@ def _hooks(site: Site, listener: Listener, observer: Observer, unread: dict[str,
         if site.name in unread:
             return
         try:
-            listener.on_attention(*_matrices(site, seen, (*args, *kwargs.values()), kwargs))
+            attention, heads = _matrices(site, seen, (*args, *kwargs.values()), kwargs)
         except Unreadable as error:
             unread[site.name] = str(error)
+            return
+        matrices[:] = [attention]
+        listener.on_attention(attention, heads)
 
     def leave_block(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if site.name not in unread:
-            listener.on_output(_tokens(site, output if isinstance(output, tuple | list) else (output,)))
+        before = entered.pop()
+        if site.name in unread or not matrices:
+            return
+        after = _first_tokens(site, output if isinstance(output, tuple | list) else (output,))
+        if before is None or after is None:
+            unread[site.name] = "its block has no tokens [B, N, C] among its arguments or results"
+            return
+        attention = matrices.pop()
+        listener.on_input(_samples_first(site, before, attention))
+        listener.on_output(_samples_first(site, after, attention))
 
     handles = [
         site.block.register_forward_pre_hook(enter_block, with_kwargs=True),
@@ -199,33 +291,58 @@ def _hooks(site: Site, listener: Listener, observer: Observer, unread: dict[str,
     return handles
 
 
-def _tokens(site: Site, values: Any) -> Tensor:
-    """The first tensor that can be tokens, [B, N, C]; images of tokens are flattened."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3:
-            is_batch_first = getattr(site.module, "batch_first", True)  # torch.nn.MultiheadAttention
-            return value.flatten(1, -2) if is_batch_first else value.transpose(0, 1)
-    raise TypeError(f"analyze: the block of {site.name!r} has no tokens [B, N, C] among its arguments or results")
+def _first_tokens(site: Site, values: Any) -> Tensor | None:
+    """The first tensor that can be tokens; those of torch's modules may have no batch dimension."""
+    least = 2 if hasattr(site.module, "batch_first") else 3
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next((value for value in tensors if value.is_floating_point() and value.dim() >= least), None)
+
+
+def _samples_first(site: Site, tokens: Tensor, attention: Tensor) -> Tensor:
+    """Tokens as [B, N, C]; images of tokens are flattened."""
+    if tokens.dim() != 3:
+        return tokens[None] if tokens.dim() == 2 else tokens.flatten(1, -2)
+    if not hasattr(site.module, "batch_first"):
+        return tokens
+    # A block may turn what it is given for its attention module; where the sizes do not tell, it is as the module's.
+    turns = not site.module.batch_first
+    batch, count = attention.shape[0], attention.shape[-1]
+    if batch != count and tuple(tokens.shape[:2]) in ((batch, count), (count, batch)):
+        turns = tuple(tokens.shape[:2]) == (count, batch)
+    return tokens.transpose(0, 1) if turns else tokens
 
 
 def _matrices(site: Site, seen: _Seen, values: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     """Attention and the heads' outputs."""
+    tokens = _first_tokens(site, values)
+    if tokens is None:
+        raise Unreadable("it has no tokens [B, N, C] among its arguments")
     own = own_attention(site.module)
     if own is not None:
-        seen.attention = [own.attention_weights(_tokens(site, values), **_masks(site, kwargs))]
-    if len(seen.attention) != 1:
-        raise Unreadable(
-            f"{len(seen.attention)} calls of scaled_dot_product_attention or softmax were seen in it, wanted 1"
-        )
-    attention = seen.attention[0]
-    if attention.dim() != 4 or attention.shape[-1] != attention.shape[-2]:
-        raise Unreadable(f"attention of shape {list(attention.shape)}, wanted [B, H, N, N]: self-attention")
+        attention = own.attention_weights(tokens, **_masks(site, kwargs))
+    else:
+        attention = _self_attention(seen, tokens)
     num_heads = site.weights().num_heads
     if attention.shape[1] != num_heads:
         raise Unreadable(f"attention of {attention.shape[1]} heads, its weights have {num_heads}")
     if seen.heads is not None:
         return attention, seen.heads.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    return attention, _heads(site, attention, _tokens(site, values))
+    return attention, _heads(site, attention, tokens if seen.values is None else seen.values)
+
+
+def _self_attention(seen: _Seen, tokens: Tensor) -> Tensor:
+    """The one attention matrix [B, H, N, N] that was seen, if its queries and keys are made of the module's tokens."""
+    if len(seen.attention) != 1:
+        raise Unreadable(
+            f"{len(seen.attention)} calls of scaled_dot_product_attention or softmax were seen in it, wanted 1"
+        )
+    matrix, query, key = seen.attention[0]
+    if matrix.dim() != 4 or matrix.shape[-1] != matrix.shape[-2]:
+        raise Unreadable(f"attention of shape {list(matrix.shape)}, wanted [B, H, N, N]: self-attention")
+    for name, origins in (("queries", query), ("keys", key)):
+        if not seen.origins(tokens) & origins:
+            raise Unreadable(f"its {name} are not computed from its tokens, wanted self-attention: cross attention?")
+    return matrix
 
 
 def _masks(site: Site, kwargs: dict) -> dict[str, Any]:

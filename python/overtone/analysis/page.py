@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from overtone.analysis.words import measured, percent, predicted
 from overtone.report.page import Page, Section
 
 if TYPE_CHECKING:
@@ -18,8 +18,10 @@ equal. Lines are means over samples, bands hold 80 % of them."""
 WHY = """\
 If a layer's attention A and weight H were repeated for ever, tokens would be a sum of terms (1 + λᴴλᴬ)ᴸ. If the
 largest belongs to A's Perron eigenvalue, 1, whose eigenvector is the same for all tokens, they become equal; if it
-belongs to another eigenvalue, they do not. A case is one sample, layer and head. Every verdict has a certificate: its
-margin is larger than the bound on the margin's error."""
+belongs to another eigenvalue, they do not. With centred attention equal tokens pass unchanged, with de-escalation they
+are multiplied by 1 − τ: the verdict is on that. It is a prediction from A and H; what else acts between the tokens is
+not in it, and the figures above show what was measured. A case is one sample, layer and head. Every verdict has a
+certificate: its margin is larger than the bound on the margin's error."""
 PLANE = """\
 In the plane of λᴴ, orange is where a single eigenvalue smooths with most of this model's attention matrices, blue where
 it does not; the dots are the eigenvalues of the model's weights."""
@@ -43,14 +45,17 @@ def page(analysis: Analysis, figures: list[Figure]) -> Page:
     layers = analysis.layers
     return Page(
         title=f"Does {analysis.name} oversmooth?",
-        lead=_lead(analysis, ratio),
+        lead=f"{analysis.subject} {measured(analysis)} {predicted(analysis)}",
         facts=[
-            (f"{100 * counts['perron'] / cases:.4g} %", "of cases: the Perron eigenvalue dominates, depth smooths"),
-            (f"{100 * counts['other'] / cases:.4g} %", "of cases: another one dominates, it does not"),
-            (f"{100 * undecided / cases:.4g} %", "of cases: undecided, counted by reason below"),
-            (f"{ratio[0]:.3g} → {ratio[-1]:.3g}", "‖HFC‖/‖LFC‖ of the tokens, first to last layer"),
+            (
+                f"{ratio[0]:.3g} → {ratio[-1]:.3g}",
+                "measured: ‖HFC‖/‖LFC‖ of the tokens, before the first to after the last layer",
+            ),
+            (percent(counts["perron"], cases), "of cases: by eigenvalues alone, equal tokens win (Perron)"),
+            (percent(counts["other"], cases), "of cases: by eigenvalues alone, they do not"),
+            (percent(undecided, cases), "of cases: undecided, counted by reason below"),
             (f"{len(layers)} × {layers[0].gap.shape[1]}", "layers × heads"),
-            (f"{analysis.samples}", f"samples of {layers[0].tokens} tokens"),
+            (f"{analysis.samples}", f"{analysis.unit} of {layers[0].tokens} tokens"),
         ],
         sections=sections(analysis, figures),
         footer=f"Written by overtone. The mathematics is that of {SOURCES}.",
@@ -80,27 +85,14 @@ def sections(analysis: Analysis, figures: list[Figure]) -> list[Section]:
     ]
 
 
-def _lead(analysis: Analysis, ratio: list[float]) -> str:
-    counts = analysis.verdicts()
-    cases = sum(counts.values())
-    if counts["perron"] == cases:
-        verdict = "Yes: in every case its attention and weights pull the tokens together."
-    elif counts["other"] == cases:
-        verdict = "No: in no case do its attention and weights pull the tokens together."
-    else:
-        share = 100 * counts["perron"] / cases
-        verdict = f"In part: in {share:.3g} % of cases its attention and weights pull the tokens together."
-    change = ratio[-1] / ratio[0] if ratio[0] else math.nan
-    factor = f"shrinks by a factor of {1 / change:.3g}" if 0 < change < 1 else f"grows by a factor of {change:.3g}"
-    return f"{verdict} From the first layer to the last, ‖HFC‖/‖LFC‖ {factor}."
-
-
 def _method(analysis: Analysis) -> list[str]:
     causal = " Attention is causal: its eigenvalues are its diagonal." if analysis.layers[0].is_causal else ""
     kinds = ", ".join(sorted({layer.reader for layer in analysis.layers}))
     return [
-        f"{analysis.samples} samples ran through the model. Its attention was read as {kinds}, each matrix as it was "
-        f"computed.{causal} H is W_V W_proj, per head its non-zero part W_proj W_V; LayerNorm's weights are not in it.",
+        analysis.subject,
+        f"{analysis.samples} {analysis.unit} ran through the model. Its attention was read as {kinds}, each matrix as "
+        f"it was computed.{causal} H is W_V W_proj, per head its non-zero part W_proj W_V; LayerNorm's weights are not "
+        "in it. Layers and heads are counted from 1.",
         CERTIFICATES,
         *(f"Not read: {name}: {why}." for name, why in analysis.unread.items()),
     ]

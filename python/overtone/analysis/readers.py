@@ -46,12 +46,13 @@ def _has(module: nn.Module, *names: str) -> bool:
     return all(getattr(module, name, None) is not None for name in names)
 
 
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+
+
 def _count(module: Any) -> int:
-    return int(getattr(module, "num_heads", None) or module.num_attention_heads)
-
-
-def _has_count(module: nn.Module) -> bool:
-    return _has(module, "num_heads") or _has(module, "num_attention_heads")
+    """The number of heads, which Llama's modules leave to their configuration; 0 where none is named."""
+    holders = (module, getattr(module, "config", None))
+    return int(next((count for holder in holders for name in _COUNTS if (count := getattr(holder, name, None))), 0))
 
 
 def _has_weight(module: nn.Module | None, *names: str) -> bool:
@@ -77,16 +78,25 @@ def _packed_weights(module: Any) -> Weights:
     return Weights(module.qkv.weight.chunk(3)[-1].mT, module.proj.weight.mT, _count(module))
 
 
-# HF's ViT, DeiT, DINO… say o_proj, CLIP and many others out_proj.
-_OUTPUTS = ("o_proj", "out_proj")
+# HF's ViT, DeiT, DINO, Llama… say o_proj, CLIP and many others out_proj, DistilBERT out_lin, T5 o.
+_VALUES = ("v_proj", "v_lin", "v")
+_OUTPUTS = ("o_proj", "out_proj", "out_lin", "o")
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
+    return next((getattr(module, name) for name in names if _has_weight(module, name)), None)
 
 
 def _output(module: nn.Module) -> Any:
-    return next((getattr(module, name) for name in _OUTPUTS if _has_weight(module, name)), None)
+    return _first(module, _OUTPUTS)
+
+
+def _split_matches(module: Any) -> bool:
+    return _first(module, _VALUES) is not None and _output(module) is not None and _count(module) > 0
 
 
 def _split_weights(module: Any) -> Weights:
-    return Weights(module.v_proj.weight.mT, _output(module).weight.mT, _count(module))
+    return Weights(_first(module, _VALUES).weight.mT, _output(module).weight.mT, _count(module))
 
 
 def _bert_matches(module: Any) -> bool:
@@ -123,13 +133,13 @@ READERS: list[Reader] = [
     ),
     Reader(
         "packed qkv (timm)",
-        matches=lambda module: _has_weight(module, "qkv", "proj") and _has_count(module),
+        matches=lambda module: _has_weight(module, "qkv", "proj") and _count(module) > 0,
         weights=_packed_weights,
         projection=lambda module: module.proj,
     ),
     Reader(
-        "split q, k, v (Hugging Face ViT)",
-        matches=lambda module: _has_weight(module, "v_proj") and _output(module) is not None and _has_count(module),
+        "split q, k, v (Hugging Face)",
+        matches=_split_matches,
         weights=_split_weights,
         projection=_output,
     ),
@@ -141,7 +151,7 @@ READERS: list[Reader] = [
     ),
     Reader(
         "GPT-2 attention",
-        matches=lambda module: _has_weight(module, "c_attn", "c_proj") and _has_count(module),
+        matches=lambda module: _has_weight(module, "c_attn", "c_proj") and _count(module) > 0,
         weights=_gpt2_weights,
         projection=lambda module: module.c_proj,
     ),

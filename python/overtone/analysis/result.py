@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from overtone.analysis.measure import METRICS, Layer
+from overtone.analysis.words import measured, predicted
 from overtone.reference.analysis import Dominance, Verdict
-from overtone.report.table import Cell, Table
+from overtone.report.table import Cell, Mean, Table
 
 if TYPE_CHECKING:
     from overtone.report.figures import Figure
@@ -27,10 +28,13 @@ class Analysis:
     samples: int
     layers: list[Layer]
     unread: dict[str, str]  #: modules that look like attention but could not be read, and why
+    subject: str = ""  #: a sentence: which weights, which inputs
+    unit: str = "samples"  #: what `samples` counts: "images", or "samples" of anything else
 
     def __str__(self) -> str:
-        tables = [self.layer_table(), self.dominance_table()]
-        return "\n\n".join([*(table.text() for table in tables), *self._unread_lines()])
+        words = [self.subject, measured(self), predicted(self)]
+        tables = [self.layer_table().text(), self.dominance_table().text()]
+        return "\n\n".join(["\n".join(words), *tables, *self._unread_lines()])
 
     def _unread_lines(self) -> list[str]:
         return [f"not read: {name}: {why}" for name, why in self.unread.items()]
@@ -48,31 +52,33 @@ class Analysis:
     def layer_table(self) -> Table:
         """A row per layer: means over the samples (and heads), after the layer's block."""
         columns = ["layer", *METRICS.values(), "escalation rate", "spectral gap", "Perron %", "other %", "undecided %"]
-        rows = []
+        rows: list[list[Cell]] = []
         for place, layer in enumerate(self.layers, start=1):
-            metrics = [_mean(layer.after[metric]) for metric in METRICS]
-            rows.append([place, *metrics, _mean(layer.escalation), _mean(layer.gap), *_percentages([layer.dominance])])
-        start = [_mean(self.layers[0].before[metric]) for metric in METRICS]
+            metrics: list[Cell] = [Mean.of(layer.after[metric]) for metric in METRICS]
+            shares = _percentages([layer.dominance])
+            rows.append([place, *metrics, Mean.of(layer.escalation), Mean.of(layer.gap), *shares])
+        start = [Mean.of(self.layers[0].before[metric]) for metric in METRICS]
         rows.insert(0, [0, *start, *[float("nan")] * 5])
-        return Table(f"{self.name}: tokens after each layer, means over {self.samples} samples", columns, rows)
+        return Table(f"{self.name}: tokens after each layer, means over {self.samples} {self.unit}", columns, rows)
 
     def head_table(self) -> Table:
-        """A row per layer and head."""
+        """A row per layer and head, both counted from 1; the module's name is the model's own."""
         columns = ["layer", "head", "module", *(f"{name} of A V" for name in METRICS.values()), "spectral gap"]
         columns += [verdict.name.lower() for verdict in Verdict] + ["smallest |margin|", "its error bound"]
         rows = [
-            [place, head, layer.name, *_head_cells(layer, head)]
+            [place, head + 1, layer.name, *_head_cells(layer, head)]
             for place, layer in enumerate(self.layers, start=1)
             for head in range(layer.gap.shape[1])
         ]
-        return Table(f"{self.name}: heads, means over {self.samples} samples", columns, rows)
+        return Table(f"{self.name}: heads, means over {self.samples} {self.unit}", columns, rows)
 
     def dominance_table(self) -> Table:
         """DBK's Table 1 for this model, counted per head and, also, with the heads' mean attention and the whole H."""
         columns = ["cases", "number", "Perron %", "other %", "undecided %", *(f"of these {n}" for n in _UNDECIDED)]
+        one = self.unit.removesuffix("s")
         counted = {
-            "image × layer × head": [layer.dominance for layer in self.layers],
-            "image × layer, mean of heads": [layer.mean_dominance for layer in self.layers],
+            f"{one} × layer × head": [layer.dominance for layer in self.layers],
+            f"{one} × layer, mean of heads": [layer.mean_dominance for layer in self.layers],
         }
         rows: list[list[Cell]] = []
         for label, cases in counted.items():
@@ -116,10 +122,6 @@ class Analysis:
 _UNDECIDED = [verdict.name.lower() for verdict in Verdict if verdict > Verdict.PERRON]
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean())
-
-
 def _total(cases: Iterable[Dominance]) -> dict[str, int]:
     counts = [each.counts() for each in cases]
     return {verdict.name.lower(): sum(each[verdict.name.lower()] for each in counts) for verdict in Verdict}
@@ -137,8 +139,8 @@ def _head_cells(layer: Layer, head: int) -> list[Cell]:
     case = Dominance(*(field[:, head] for field in layer.dominance))
     closest = int(case.margin.abs().nan_to_num(nan=float("inf")).argmin())
     return [
-        *(_mean(layer.heads[metric][:, head]) for metric in METRICS),
-        _mean(layer.gap[:, head]),
+        *(Mean.of(layer.heads[metric][:, head]) for metric in METRICS),
+        Mean.of(layer.gap[:, head]),
         *case.counts().values(),
         abs(float(case.margin[closest])),
         float(case.error[closest]),

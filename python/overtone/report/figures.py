@@ -98,7 +98,7 @@ def curves(
         axes.set(xlabel=x, ylabel=y)
         axes.locator_params(axis="x", integer=True)
         if len(lines) > 1:
-            axes.legend(handlelength=3)  # long enough to show dashes
+            _legend(canvas)
         return _finish(canvas, name, title, alt)
 
 
@@ -118,7 +118,7 @@ def log_log(name: str, title: str, lines: Sequence[Curve], *, x: str, y: str, al
         axes.set_xticks(places, [f"{value:g}" for value in places], fontsize=7)
         axes.minorticks_off()
         axes.set(xlabel=x, ylabel=y)
-        axes.legend(handlelength=3)
+        _legend(canvas)
         return _finish(canvas, name, title, alt)
 
 
@@ -226,7 +226,7 @@ def plane(
         if region is not None:
             axes.set(xlim=region.extent[:2], ylim=region.extent[2:])
         if len(points) > 1:
-            axes.legend()
+            _legend(canvas)
         return _finish(canvas, name, title, alt)
 
 
@@ -247,7 +247,7 @@ def shares(
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         if left.any():
-            canvas.legend(loc="outside upper center", ncols=3)
+            _legend(canvas)
         return _finish(canvas, name, title, alt)
 
 
@@ -307,6 +307,18 @@ def _canvas(height: float = SIZE[1]) -> tuple[Canvas, Axes]:
 
     canvas = Canvas(figsize=(SIZE[0], height))
     return canvas, canvas.add_subplot()
+
+
+def _legend(canvas: Canvas) -> None:
+    """Above the axes, where it covers nothing, in as many columns as the figure is wide."""
+    handles, labels = canvas.axes[0].get_legend_handles_labels()
+    for columns in range(len(labels), 0, -1):
+        legend = canvas.legend(
+            handles, labels, loc="outside upper center", ncols=columns, handlelength=3, columnspacing=1.2
+        )  # the handles are long enough to show dashes
+        if columns == 1 or legend.get_window_extent().width <= canvas.bbox.width:
+            return
+        legend.remove()
 
 
 def _logarithmic(axes: Axes) -> None:

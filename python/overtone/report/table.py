@@ -5,12 +5,44 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-Cell: TypeAlias = str | int | float
+
+class HasMean(Protocol):
+    """A mean and a standard deviation: one cell for people, as it writes itself, and two columns of a CSV."""
+
+    @property
+    def mean(self) -> float: ...
+    @property
+    def std(self) -> float: ...
+
+
+class Mean(NamedTuple):
+    """A mean of which people see no deviation."""
+
+    mean: float
+    std: float  # nan for one value
+
+    @classmethod
+    def of(cls, values: Any) -> Mean:
+        """Of a tensor."""
+        values = values.double()
+        return cls(float(values.mean()), float(values.std()) if values.numel() > 1 else math.nan)
+
+    def __str__(self) -> str:
+        return shown(self.mean)
+
+
+Cell: TypeAlias = str | int | float | HasMean
+
+NONE = "–"  # where there is no number
+
+# What a spreadsheet takes for the beginning of a formula.
+FORMULA = ("=", "+", "-", "@", "\t")
 
 
 @dataclass(frozen=True)
@@ -43,10 +75,13 @@ class Table:
         return "\n".join([self.caption, *lines, *([self.note] if self.note else [])])
 
     def csv(self) -> str:
+        """Numbers with all their digits, a mean and its deviation in two columns; text cannot be a formula."""
+        has_mean = [any(_is_mean(row[i]) for row in self.rows) for i in range(len(self.columns))]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
+        for row in ([*self.columns], *self.rows):
+            cells = zip(row, has_mean, self.columns, strict=True)
+            writer.writerow([value for cell, means, name in cells for value in _csv_cells(cell, means, cell is name)])
         return text.getvalue()
 
     def html(self) -> str:
@@ -69,10 +104,27 @@ def shown(cell: Cell) -> str:
     if not isinstance(cell, float):
         return str(cell)
     if math.isnan(cell):
-        return "–"
+        return NONE
     if cell != 0 and (abs(cell) < 1e-3 or abs(cell) >= 1e5) and math.isfinite(cell):
         return f"{cell:.2e}"
     return f"{cell:.4g}"
+
+
+def _is_mean(cell: Cell) -> bool:
+    return hasattr(cell, "mean") and hasattr(cell, "std")
+
+
+def _csv_cells(cell: Any, has_mean: bool, is_header: bool) -> list[str | int | float]:
+    """One cell, or the two of a column that holds means."""
+    if _is_mean(cell):
+        return [cell.mean, cell.std]
+    if isinstance(cell, str):
+        cell = re.sub(r"[\r\n]", " ", cell)
+        cell = f"'{cell}" if cell.lstrip(" ").startswith(FORMULA) else cell
+    if not has_mean:
+        return [cell]
+    cell = "" if cell == NONE else cell
+    return [cell, f"{cell} std" if is_header else ""]
 
 
 def _cells(row: Sequence[Cell]) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from overtone.analysis import METRICS
-from overtone.report.table import Cell, Table
+from overtone.report.table import NONE, Cell, Table
 from overtone.study import papers
 from overtone.study.corruptions import SEVERITIES, STRENGTHS
 from overtone.study.plan import FRACTIONS, REGIMES
 from overtone.study.results import Results, Spread, share_of
 
 UNDECIDED = ("tie", "close", "invalid")
-NONE = "–"
 
 
 def all_tables(results: Results) -> dict[str, Table]:
@@ -42,7 +41,7 @@ def dominance_table(results: Results) -> Table:
     rows: list[list[Cell]] = [["ViT-B/16, random weights", "noise", *shares, *_paper_share("ViT-B/16, random weights")]]
     for regime, label in REGIMES.items():
         for state, word in (("init", "at first"), ("trained", "trained")):
-            shares = [str(results.share(regime, state, *v)) for v in (("perron",), ("other",), UNDECIDED)]
+            shares = [results.share(regime, state, *v) for v in (("perron",), ("other",), UNDECIDED)]
             paper = _paper_share(regime) if state == "trained" else [NONE, NONE]
             rows.append([f"{label}, {word}", results.plan.config.data, *shares, *paper])
     for model in ("ViT-B/16, ImageNet", "DeiT-B/16, ImageNet"):
@@ -75,7 +74,7 @@ def _beside_paper(
 ) -> Table:
     rows: list[list[Cell]] = []
     for regime, label in REGIMES.items():
-        rows.append([label, results.plan.config.data, *(str(spread) for spread in ours[regime].values())])
+        rows.append([label, results.plan.config.data, *ours[regime].values()])
     for regime, label in REGIMES.items():
         rows.append([label, "paper, CIFAR-100", *(f"{paper[regime][key]:.2f}" for key in ours[regime])])
     return Table(caption, ["model", "data", *columns], rows, _spread_note(results))
@@ -87,9 +86,9 @@ def _spread_note(results: Results) -> str:
 
 
 def kinds_table(results: Results) -> Table:
-    rows = [
-        [label, *(str(results.corrupted_by(regime, kind)) for kind in STRENGTHS)] for regime, label in REGIMES.items()
-    ]
+    rows: list[list[Cell]] = []
+    for regime, label in REGIMES.items():
+        rows.append([label, *(results.corrupted_by(regime, kind) for kind in STRENGTHS)])
     caption = "Test accuracy in % by kind of corruption, mean over severities 1 to 5"
     return Table(caption, ["model", *STRENGTHS], rows, _spread_note(results))
 

@@ -68,7 +68,7 @@ def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
 
     try:
         with Image.open(path) as file:
-            image = ImageOps.fit(_in_bytes(file, channels), (size, size), Image.Resampling.BICUBIC)
+            image = ImageOps.fit(in_bytes(file, channels), (size, size), Image.Resampling.BICUBIC)
     except Exception as error:  # Pillow's decoders let anything through: struct.error, IndexError, zlib.error, …
         what = error if str(error) else type(error).__name__
         raise DataError(f"not a readable image: {path}: {one_line(what)}; mend or remove it") from None
@@ -76,7 +76,7 @@ def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
     return pixels.view(size, size, channels).permute(2, 0, 1)
 
 
-def _in_bytes(image: Image, channels: int) -> Image:
+def in_bytes(image: Image, channels: int) -> Image:
     """The image in 8 bits per channel, 1 (grey) or 3 of them. Transparency is left out."""
     if image.mode in _WIDE:
         image = _scaled(image)
