@@ -64,7 +64,7 @@ class TestTable:
     def test_html_is_escaped_and_has_headers(self):
         html = self.TABLE.html()
         assert '<th scope="row">a &amp; b</th>' in html and '<th scope="col">value</th>' in html
-        assert "<caption>Two rows</caption>" in html
+        assert "<caption><span>Two rows</span></caption>" in html
 
     def test_a_short_row_is_an_error(self):
         with pytest.raises(ValueError, match="got a row of 1 cells, wanted 2"):
@@ -239,3 +239,40 @@ def test_the_page_in_a_browser(saved, tmp_path, width, dark):
     assert overflow <= 0
     brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
     assert (brightness[0] < brightness[1]) == dark
+
+
+WIDE = Table("Accuracy of " + "many " * 20, ["model", *(f"a column with words, {i}" for i in range(14))],
+             [["ViT-B/16, random weights", *(f"{i} ± 0.25" for i in range(14))]] * 3)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_wide_table_in_a_browser(tmp_path, width):
+    """It scrolls inside the page, its title wraps, and both its title and the names of its rows stay in sight."""
+    Page("Tables", sections=[Section("Wide", tables=[WIDE])]).write(tmp_path / "page.html")
+    with browser.running(tmp_path / "profile") as tab:
+        tab.open(tmp_path / "page.html", width)
+        overflow = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        scrolled = tab.evaluate(
+            "(() => { const box = document.querySelector('.scroll'); box.scrollLeft = 1e6; return box.scrollLeft })()"
+        )
+        edges = tab.evaluate(
+            "['.scroll', 'tbody th', 'thead th', 'caption span'].map(name => {"
+            " const box = document.querySelector(name).getBoundingClientRect(); return [box.left, box.right] })"
+        )
+    frame, *stay = edges
+    assert overflow <= 0
+    assert scrolled > 0
+    for left, right in stay:
+        assert frame[0] <= left and right <= frame[1], edges
+
+
+def test_study_tables_fit_a_wide_screen(tmp_path):
+    """Seven columns of numbers, and sentences in between, as the study has them."""
+    numbers = Table("Table 1", ["model", "data", *(f"paper: another {i} %" for i in range(5))],
+                    [["ViT-B/16, ImageNet", "not here: needs a download", *["99.12 ± 0.25"] * 5]])  # fmt: skip
+    words = Table("Facts", ["came out", "fact", "here"], [["yes", "A sentence of many words. " * 8, "found: " * 9]])
+    Page("Tables", sections=[Section("One", tables=[numbers, words])]).write(tmp_path / "page.html")
+    with browser.running(tmp_path / "profile") as tab:
+        tab.open(tmp_path / "page.html", 1280)
+        cut = tab.evaluate("[...document.querySelectorAll('.scroll')].map(box => box.scrollWidth - box.clientWidth)")
+    assert cut == [0, 0]

@@ -4,12 +4,14 @@ STYLE = """\
 :root {
   --paper: #fbfbfa; --card: #ffffff; --ink: #1d2330; --muted: #5c6475; --grid: #dfe3ea;
   --smooth: #c2410c; --sharpen: #1d4ed8; --undecided: #8a90a0; --third: #0f766e; --fourth: #9333ea;
+  --shadow: rgb(29 35 48 / .28);
   --sans: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #12151b; --card: #1a1e26; --ink: #e8eaf0; --muted: #a5adbd; --grid: #343a47;
     --smooth: #fb923c; --sharpen: #82a8ff; --undecided: #8a90a0; --third: #4fd1c0; --fourth: #c79bff;
+    --shadow: rgb(0 0 0 / .75);
   }
 }
 * { box-sizing: border-box; }
@@ -39,11 +41,23 @@ figure { margin: 0; padding: .8rem; background: var(--card); border: 1px solid v
 figure svg { display: block; width: 100%; height: auto; }
 figure svg text { font-family: var(--sans) !important; }
 figcaption { margin-top: .5rem; color: var(--muted); font-size: .9rem; line-height: 1.45; }
-.scroll { overflow-x: auto; margin: 1rem 0; background: var(--card); border: 1px solid var(--grid);
-  border-radius: .6rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { padding: .7rem .8rem; text-align: left; font-weight: 600; }
+/* A shadow at the edge behind which a table goes on: the card covers it where the table ends. */
+.scroll { overflow-x: auto; margin: 1rem 0; border: 1px solid var(--grid); border-radius: .6rem;
+  background:
+    linear-gradient(to left, var(--card) 30%, transparent) right / 4rem 100% no-repeat local,
+    linear-gradient(to left, var(--shadow), transparent) right / 1.2rem 100% no-repeat scroll,
+    var(--card); }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .9rem;
+  font-variant-numeric: tabular-nums; }
+/* Both stay where they are while the columns pass by. */
+caption { padding: .7rem 0; text-align: left; font-weight: 600; }
+caption span { position: sticky; left: .8rem; display: inline-block; margin-inline: .8rem;
+  max-width: min(66rem, 100vw - 5rem); white-space: normal; }
+tbody th, thead th:first-child { position: sticky; left: 0; background: var(--card);
+  border-right: 1px solid var(--grid); }
 th, td { padding: .3rem .8rem; white-space: nowrap; border-top: 1px solid var(--grid); text-align: right; }
+thead th { white-space: normal; vertical-align: bottom; }
+tbody th { white-space: normal; min-width: 6rem; max-width: 11rem; }
 th[scope="row"], th:first-child, th.text, td.text { text-align: left; }
 td.long { white-space: normal; min-width: 14rem; }
 th { font-weight: 600; }

@@ -94,7 +94,7 @@ class Table:
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}"><table>'
-            f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+            f"<caption><span>{escape(self.caption)}</span></caption><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
             f"</div>{note}"
         )
 
