@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,6 +15,13 @@ __all__ = ["has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_pla
 
 # The last two stand for ordinary tensors while a graph is traced.
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_pre_hooks,
+    torch_module._global_backward_hooks,
+)
 
 
 def is_fusible(layer: nn.Module) -> bool:
@@ -50,13 +56,8 @@ def has_global_hooks() -> bool:
 
     torch's ModuleTracker (of FlopCounterMode) asks only whose an op is, and a fused op is the attention's.
     """
-    return any(not isinstance(getattr(hook, "__self__", None), ModuleTracker) for hook in _global_hooks())
+    return any(_GLOBAL_HOOKS) and not all(map(_only_tracks, chain(*(hooks.values() for hooks in _GLOBAL_HOOKS))))
 
 
-def _global_hooks() -> Iterator[Any]:
-    return chain(
-        torch_module._global_forward_pre_hooks.values(),
-        torch_module._global_forward_hooks.values(),
-        torch_module._global_backward_pre_hooks.values(),
-        torch_module._global_backward_hooks.values(),
-    )
+def _only_tracks(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
