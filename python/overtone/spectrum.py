@@ -8,7 +8,9 @@ Everything here is computed in float32, or float64 for float64 parameters, insid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
+from functools import singledispatch
 from typing import NamedTuple, cast
 
 import torch
@@ -21,11 +23,13 @@ from overtone.types import Spectrum
 
 __all__ = [
     "BasisCache",
+    "FixedSpectrum",
     "GeneralSpectrum",
     "Guarantee",
     "SpectrumModule",
     "SymmetricSpectrum",
     "evaluate",
+    "fold",
     "guarantees",
     "make_spectrum",
     "plain_magnitude",
@@ -69,17 +73,19 @@ class SpectrumModule(nn.Module):
         Never above 1, so that a sharpening spectrum starts inside its guarantee.
         """
         magnitude = plain_magnitude(self.dim) if magnitude is None else magnitude
-        nn.init.orthogonal_(self.basis)
-        with torch.no_grad():
-            spread = torch.empty_like(self.raw_eigenvalues).uniform_(0.5, 1.5)
-            self.set_spectrum(self.basis.detach(), self.sign * (magnitude * spread).clamp(max=1))
+        # In at least float32, whatever the parameters are stored in: there is no QR of halves.
+        basis, spread = (torch.empty_like(_wide(x)) for x in (self.basis.detach(), self.raw_eigenvalues.detach()))
+        nn.init.orthogonal_(basis)
+        spread.uniform_(0.5, 1.5)
+        self.set_spectrum(basis, self.sign * (magnitude * spread).clamp(max=1))
 
     def set_spectrum(self, basis: Tensor, eigenvalues: Tensor) -> None:
         """Start at this basis [dim, dim] and these eigenvalues [dim], which must have the regime's sign."""
-        size = self.sign * eigenvalues
+        size = self.sign * _wide(eigenvalues)
         if not size.is_meta and not bool((size >= 0).all()):
-            wanted = f"the sign of regime {self.regime!r} for all of them"
-            raise ValueError(f"{type(self).__name__}: eigenvalues: got {eigenvalues.tolist()}, wanted {wanted}")
+            low, high = eigenvalues.aminmax()
+            got, wanted = f"values from {low:.3g} to {high:.3g}", f"the sign of regime {self.regime!r} for all of them"
+            raise ValueError(f"{type(self).__name__}: eigenvalues: got {got}, wanted {wanted}")
         with torch.no_grad():
             self.basis.copy_(basis)
             self.raw_eigenvalues.copy_(self._raw(size))
@@ -91,9 +97,13 @@ class SpectrumModule(nn.Module):
         """λ, [dim]."""
         raise NotImplementedError
 
+    def group(self) -> tuple[Hashable, ...]:
+        """What modules whose bases are factorised together have in common."""
+        return type(self).bases, self.dim, checks.statistics_dtype(self.basis.dtype), self.basis.device
+
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        """basis_in and basis_out of every member, [members, dim, dim] each."""
+        """basis_in and basis_out of every member of a group, [members, dim, dim] each."""
         raise NotImplementedError
 
     def forward(self) -> Spectrum:
@@ -163,10 +173,12 @@ class GeneralSpectrum(SpectrumModule):
     def _raw(self, size: Tensor) -> Tensor:
         return self.sign * size.clamp(SMALLEST if self.bounded else 0, 1)
 
+    def group(self) -> tuple[Hashable, ...]:
+        return *super().group(), self.max_condition
+
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        limit = min(cast(GeneralSpectrum, member).max_condition for member in members)
-        return matrices, inverse_basis(matrices, limit, cache)
+        return matrices, inverse_basis(matrices, cast(GeneralSpectrum, members[0]).max_condition, cache)
 
 
 KINDS: dict[str, type[SpectrumModule]] = {"symmetric": SymmetricSpectrum, "general": GeneralSpectrum}
@@ -178,18 +190,87 @@ def make_spectrum(kind: str, dim: int, regime: str, **options) -> SpectrumModule
 
 
 def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spectrum]:
-    """Every module's Spectrum, from one batched factorisation per kind, which `cache` keeps until a basis changes."""
+    """Every module's Spectrum, from one batched factorisation per kind and width, which `cache` keeps until a basis
+    changes."""
+    groups: dict[tuple[Hashable, ...], list[int]] = {}
+    for place, spectrum in enumerate(spectra):
+        groups.setdefault(spectrum.group(), []).append(place)
     results: dict[int, Spectrum] = {}
-    for kind in KINDS.values():
-        members = [(place, spectrum) for place, spectrum in enumerate(spectra) if type(spectrum) is kind]
-        if not members:
-            continue
-        places, modules = zip(*members, strict=True)
-        matrices = torch.stack([_wide(spectrum.basis) for spectrum in modules])
-        bases_in, bases_out = (bases.unbind(0) for bases in kind.bases(matrices, modules, cache))
-        eigenvalues = [spectrum.eigenvalues() for spectrum in modules]
+    for places in groups.values():
+        members = [spectra[place] for place in places]
+        matrices = torch.stack([_wide(spectrum.basis) for spectrum in members])
+        bases_in, bases_out = (bases.unbind(0) for bases in members[0].bases(matrices, members, cache))
+        eigenvalues = [spectrum.eigenvalues() for spectrum in members]
         results |= dict(zip(places, map(Spectrum, bases_in, eigenvalues, bases_out), strict=True))
     return [results[place] for place in range(len(spectra))]
+
+
+class FixedSpectrum(nn.Module):
+    """A spectrum that is evaluated once: what `fold` leaves of one that stands outside attention."""
+
+    basis_in: Tensor
+    values: Tensor
+    basis_out: Tensor
+
+    def __init__(self, spectrum: Spectrum) -> None:
+        super().__init__()
+        for name, part in zip(("basis_in", "values", "basis_out"), spectrum, strict=True):
+            self.register_buffer(name, part.detach().clone())
+
+    def eigenvalues(self) -> Tensor:
+        """λ, [dim]."""
+        return self.values
+
+    def forward(self) -> Spectrum:
+        return Spectrum(self.basis_in, self.values, self.basis_out)
+
+
+def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """A model with ordinary weights in the place of spectra, and of PyTorch's own operations: for export and inference.
+
+    Attention becomes `qkv` and `proj`, named and shaped as in timm, with W_V = basis_in and W_proj = diag(λ) basis_out;
+    filters, norms and MLPs become plain ones. No op of this package is left, so that torch.onnx.export, torch.export,
+    torch.jit.trace and other tools take the model. What is not this package's stays as it is.
+
+    Args:
+        model: of ot.models, one that `reparameterize` has converted, or any other that holds this package's modules.
+        inplace: change `model` itself rather than a deep copy; it has other parameters afterwards.
+
+    Returns:
+        The folded model, in the mode (train or eval), dtype and device of `model`: `model` itself where inplace, unless
+        the model is itself one of this package's layers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold: model: got {type(model).__name__}, wanted an nn.Module")
+    checks.flag("fold", "inplace", inplace)
+    model = model if inplace else copy.deepcopy(model)
+    with torch.no_grad():
+        return _fold_all(model, "", {})
+
+
+def _fold_all(module: nn.Module, name: str, done: dict[int, tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """`done`: every module met, by id, and what became of it, so that shared modules stay shared."""
+    if id(module) in done:
+        return done[id(module)][1]
+    result = folded(module, name)
+    done[id(module)] = (module, result)
+    if result is not module:
+        return result.train(module.training)
+    for attribute, child in list(module._modules.items()):
+        if child is not None:
+            changed = _fold_all(child, f"{name}.{attribute}".lstrip("."), done)
+            if changed is not child:
+                setattr(module, attribute, changed)
+    return module
+
+
+@singledispatch
+def folded(module: nn.Module, name: str) -> nn.Module:
+    """A module's plain form; itself where it has none. `name`: its place in the model, for errors.
+
+    overtone.nn.plain says what becomes of this package's modules.
+    """
+    return module
 
 
 class Guarantee(NamedTuple):

@@ -1,4 +1,4 @@
-"""timm and transformers, imported as users import them; where one is missing the test is skipped and says so."""
+"""timm, transformers, peft and torchao, imported as users import them; where one is missing the test is skipped."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def timm() -> ModuleType:
 
 def transformers() -> ModuleType:
     return _import("transformers")
+
+
+def peft() -> ModuleType:
+    return _import("peft")
+
+
+def torchao() -> ModuleType:
+    return _import("torchao")
