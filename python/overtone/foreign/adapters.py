@@ -5,6 +5,7 @@ A class is known by its name and its package, so that neither library is importe
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from overtone.nn.attention import SpectralAttention
 from overtone.types import Spectrum
 
-__all__ = ["Adapter", "Weights", "adapter_for", "write_linear"]
+__all__ = ["Adapter", "Weights", "adapter_for", "running", "write_linear"]
 
 
 class Weights(NamedTuple):
@@ -29,11 +30,36 @@ class Weights(NamedTuple):
     output_bias: Tensor
 
 
+class _Running(threading.local):
+    """The spectra that a converted model's hook evaluated for the forward that runs in this thread.
+
+    Somebody else's blocks hand nothing through to their attention, and an attribute of a module is seen by all threads.
+    """
+
+    def __init__(self) -> None:
+        # By id, which torch.compile tells apart across graph breaks as it does not modules; the adapter is held with
+        # its spectrum, so that nothing else has its id.
+        self._given: dict[int, tuple[Adapter, Spectrum]] = {}
+
+    def give(self, adapter: Adapter, spectrum: Spectrum) -> None:
+        self._given[id(adapter)] = (adapter, spectrum)
+
+    def take_back(self, adapter: Adapter) -> None:
+        self._given.pop(id(adapter), None)
+
+    def spectrum(self, adapter: Adapter) -> Spectrum | None:
+        given = self._given.get(id(adapter))
+        return None if given is None else given[1]
+
+
+running = _Running()
+
+
 class Adapter(nn.Module):
     """Holds the SpectralAttention `core`; subclasses know one class of one library."""
 
-    # The spectrum that the whole model's hook evaluated, during its forward.
-    given: Spectrum | None = None
+    # The conversion whose hook evaluates this layer's spectrum with those of others.
+    batch: Any = None
 
     def __init__(self, core: SpectralAttention, module: nn.Module) -> None:
         super().__init__()
@@ -90,13 +116,25 @@ class Adapter(nn.Module):
 
     def attend(self, x: Tensor, cache: Any = None, **masks: Any) -> Tensor:
         """The core on tokens x; `cache`, where given, takes new keys and values and returns all of them."""
-        spectrum = self.core.evaluate() if self.given is None else self.given
+        given = None if _is_checkpointed() else running.spectrum(self)
+        spectrum = self.core.evaluate() if given is None else given
         query, key, value = self.core.project(x, spectrum)
         if cache is not None:
             key, value = cache(key, value)
         if masks.get("attn_mask") is not None:
             masks["attn_mask"] = masks["attn_mask"][..., : key.shape[2]]
         return self.core.attend(query, key, value, spectrum, **masks)
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint runs this layer: it must do now what it will do in backward, on its own.
+
+    A compiler's checkpoint keeps what comes from outside.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class TimmAttention(Adapter):

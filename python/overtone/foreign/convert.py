@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overtone import linalg
-from overtone.foreign.adapters import Adapter, Weights, adapter_for, write_linear
+from overtone.foreign.adapters import Adapter, Weights, adapter_for, running, write_linear
 from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_layers
 from overtone.ops import checks
 from overtone.spectrum import SMALLEST, BasisCache
@@ -68,7 +68,9 @@ class Handle:
 
     def __init__(self, model: nn.Module, swaps: list[_Swap]) -> None:
         self._swaps = swaps
-        batch = _BatchedSpectra([swap.adapter for swap in swaps])
+        batch = _BatchedSpectra()
+        for swap in swaps:
+            swap.adapter.batch = batch
         self._hooks = [
             model.register_forward_pre_hook(batch.before, with_kwargs=True),
             model.register_forward_hook(batch.after, always_call=True),
@@ -121,10 +123,13 @@ class _Swap(NamedTuple):
 
 
 class _BatchedSpectra:
-    """Hooks of the whole model: every layer's spectrum from one factorisation, before any layer runs."""
+    """Hooks of the whole model: every layer's spectrum from one factorisation, before any layer runs.
 
-    def __init__(self, adapters: list[Adapter]) -> None:
-        self.adapters, self.cache = adapters, BasisCache()
+    The layers are those of the module that is called: a replica or a copy of a model evaluates its own.
+    """
+
+    def __init__(self) -> None:
+        self.cache = BasisCache()
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         config = getattr(model, "config", None)
@@ -133,23 +138,31 @@ class _BatchedSpectra:
                 "output_attentions: got True, wanted False: the fused attention never holds its matrix. Take "
                 "handle.attentions[layer].attention_weights(x), or handle.restore() first"
             )
+        adapters = self._adapters(model)
         # Blocks that are computed again in backward must do in both passes what they do: each evaluates its own.
-        spectra = [None] * len(self.adapters) if _recomputes(model) else self._evaluate()
-        for adapter, spectrum in zip(self.adapters, spectra, strict=True):
-            adapter.given = spectrum
+        spectra = [] if _recomputes(model) else evaluate_layers([adapter.core for adapter in adapters], self.cache)
+        for adapter, spectrum in zip(adapters, spectra, strict=False):
+            if spectrum is not None:
+                running.give(adapter, spectrum)
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        for adapter in self.adapters:
-            adapter.given = None
+        for adapter in self._adapters(model):
+            running.take_back(adapter)
 
-    def _evaluate(self) -> list:
-        return evaluate_layers([adapter.core for adapter in self.adapters], self.cache)
+    def _adapters(self, model: nn.Module) -> list[Adapter]:
+        return [part for part in model.modules() if isinstance(part, Adapter) and part.batch is self]
 
 
 def _recomputes(model: nn.Module) -> bool:
-    """Whether gradient checkpointing is on, as Hugging Face or timm say it."""
+    """Whether gradient checkpointing is on, as Hugging Face, timm or PyTorch's own wrapper say it.
+
+    Blocks that are checkpointed in another way find it out themselves, at the price of one factorisation more.
+    """
     names = ("gradient_checkpointing", "grad_checkpointing")
-    return any(getattr(module, name, False) for module in model.modules() for name in names)
+    return any(
+        type(module).__name__ == "CheckpointWrapper" or any(getattr(module, name, False) for name in names)
+        for module in model.modules()
+    )
 
 
 def _attention_layers(model: nn.Module) -> list[_Place]:
