@@ -8,7 +8,7 @@ Everything here is computed in float32, or float64 for float64 parameters, insid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -69,14 +69,15 @@ class SpectrumModule(nn.Module):
         Never above 1, so that a sharpening spectrum starts inside its guarantee.
         """
         magnitude = plain_magnitude(self.dim) if magnitude is None else magnitude
-        nn.init.orthogonal_(self.basis)
-        with torch.no_grad():
-            spread = torch.empty_like(self.raw_eigenvalues).uniform_(0.5, 1.5)
-            self.set_spectrum(self.basis.detach(), self.sign * (magnitude * spread).clamp(max=1))
+        # In at least float32, whatever the parameters are stored in: there is no QR of halves.
+        basis, spread = (torch.empty_like(_wide(x)) for x in (self.basis.detach(), self.raw_eigenvalues.detach()))
+        nn.init.orthogonal_(basis)
+        spread.uniform_(0.5, 1.5)
+        self.set_spectrum(basis, self.sign * (magnitude * spread).clamp(max=1))
 
     def set_spectrum(self, basis: Tensor, eigenvalues: Tensor) -> None:
         """Start at this basis [dim, dim] and these eigenvalues [dim], which must have the regime's sign."""
-        size = self.sign * eigenvalues
+        size = self.sign * _wide(eigenvalues)
         if not size.is_meta and not bool((size >= 0).all()):
             wanted = f"the sign of regime {self.regime!r} for all of them"
             raise ValueError(f"{type(self).__name__}: eigenvalues: got {eigenvalues.tolist()}, wanted {wanted}")
@@ -91,9 +92,13 @@ class SpectrumModule(nn.Module):
         """λ, [dim]."""
         raise NotImplementedError
 
+    def group(self) -> tuple[Hashable, ...]:
+        """What modules whose bases are factorised together have in common."""
+        return type(self).bases, self.dim, checks.statistics_dtype(self.basis.dtype), self.basis.device
+
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        """basis_in and basis_out of every member, [members, dim, dim] each."""
+        """basis_in and basis_out of every member of a group, [members, dim, dim] each."""
         raise NotImplementedError
 
     def forward(self) -> Spectrum:
@@ -163,10 +168,12 @@ class GeneralSpectrum(SpectrumModule):
     def _raw(self, size: Tensor) -> Tensor:
         return self.sign * size.clamp(SMALLEST if self.bounded else 0, 1)
 
+    def group(self) -> tuple[Hashable, ...]:
+        return *super().group(), self.max_condition
+
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        limit = min(cast(GeneralSpectrum, member).max_condition for member in members)
-        return matrices, inverse_basis(matrices, limit, cache)
+        return matrices, inverse_basis(matrices, cast(GeneralSpectrum, members[0]).max_condition, cache)
 
 
 KINDS: dict[str, type[SpectrumModule]] = {"symmetric": SymmetricSpectrum, "general": GeneralSpectrum}
@@ -178,16 +185,17 @@ def make_spectrum(kind: str, dim: int, regime: str, **options) -> SpectrumModule
 
 
 def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spectrum]:
-    """Every module's Spectrum, from one batched factorisation per kind, which `cache` keeps until a basis changes."""
+    """Every module's Spectrum, from one batched factorisation per kind and width, which `cache` keeps until a basis
+    changes."""
+    groups: dict[tuple[Hashable, ...], list[int]] = {}
+    for place, spectrum in enumerate(spectra):
+        groups.setdefault(spectrum.group(), []).append(place)
     results: dict[int, Spectrum] = {}
-    for kind in KINDS.values():
-        members = [(place, spectrum) for place, spectrum in enumerate(spectra) if type(spectrum) is kind]
-        if not members:
-            continue
-        places, modules = zip(*members, strict=True)
-        matrices = torch.stack([_wide(spectrum.basis) for spectrum in modules])
-        bases_in, bases_out = (bases.unbind(0) for bases in kind.bases(matrices, modules, cache))
-        eigenvalues = [spectrum.eigenvalues() for spectrum in modules]
+    for places in groups.values():
+        members = [spectra[place] for place in places]
+        matrices = torch.stack([_wide(spectrum.basis) for spectrum in members])
+        bases_in, bases_out = (bases.unbind(0) for bases in members[0].bases(matrices, members, cache))
+        eigenvalues = [spectrum.eigenvalues() for spectrum in members]
         results |= dict(zip(places, map(Spectrum, bases_in, eigenvalues, bases_out), strict=True))
     return [results[place] for place in range(len(spectra))]
 

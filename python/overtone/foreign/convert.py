@@ -223,9 +223,14 @@ def _fill(core: SpectralAttention, weights: Weights, start: str) -> None:
     assert core.bias is not None
     core.bias.copy_(weights.output_bias)
     if start == "nearest":
-        # The rows of A sum to one, so the values' bias passes through it.
-        core.bias.add_(weights.output @ weights.value_bias)
+        # The rows of A sum to one, so the values' bias passes through it. Rounded once, where the model is of halves.
+        output, value_bias, output_bias = (_wide(x) for x in (weights.output, weights.value_bias, weights.output_bias))
+        core.bias.copy_(output_bias + output @ value_bias)
         core.spectrum.set_spectrum(*nearest_spectrum(weights.value.mT, weights.output.mT, core))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(checks.statistics_dtype(x.dtype))
 
 
 def nearest_spectrum(w_v: Tensor, w_proj: Tensor, core: SpectralAttention) -> tuple[Tensor, Tensor]:

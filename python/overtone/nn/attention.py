@@ -233,17 +233,21 @@ class SpectralAttention(nn.Module):
 
 
 def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
-    """Every layer's spectrum from one batched factorisation; None for layers without one, and for those whose basis
-    cannot be read yet: FSDP2 may keep it sharded until the layer's own forward."""
-    ready = [
-        place
-        for place, layer in enumerate(layers)
-        if layer.regime != "free" and type(layer.spectrum.basis) in (nn.Parameter, Tensor)
-    ]
+    """Every layer's spectrum from one batched factorisation per width; None for layers that must do it themselves."""
+    ready = [place for place, layer in enumerate(layers) if layer.regime != "free" and _is_readable(layer.spectrum)]
     results: list[Spectrum | None] = [None] * len(layers)
     for place, spectrum in zip(ready, evaluate([layers[place].spectrum for place in ready], cache), strict=True):
         results[place] = spectrum
     return results
+
+
+def _is_readable(spectrum: nn.Module) -> bool:
+    """Nobody has wrapped the module, nor hooked it to see it run; and its basis is there: FSDP2 may keep it sharded until
+    the layer's own forward."""
+    if getattr(type(spectrum), "forward", None) is not SpectrumModule.forward:
+        return False
+    hooks = (spectrum._forward_hooks, spectrum._forward_pre_hooks, spectrum._backward_hooks, spectrum._backward_pre_hooks)
+    return not any(hooks) and type(spectrum.basis) in (nn.Parameter, Tensor)
 
 
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -29,12 +29,18 @@ __all__ = ["BasisCache", "inverse_basis", "orthonormal_basis"]
 
 class _Entry(NamedTuple):
     matrix: Tensor
-    backend: str
     results: tuple[Tensor, ...]
 
 
+# Entries of a cache: a model has one per kind and width of its spectra.
+_MOST = 16
+
+
 class BasisCache:
-    """The last factorisation of every kind, for one model. A copy of a cache, deep or pickled, is an empty one."""
+    """The last factorisation of every kind and shape, for one model. A copy of a cache, deep or pickled, is an empty one.
+
+    Entries never change once they are there, so threads may share a cache.
+    """
 
     _alive: WeakValueDictionary[str, BasisCache] = WeakValueDictionary()
     _names = map(str, itertools.count())
@@ -42,7 +48,7 @@ class BasisCache:
     def __init__(self) -> None:
         # Ops take the name: a string, which torch.compile never makes a symbol of.
         self.name = next(BasisCache._names)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[tuple, _Entry] = {}
         BasisCache._alive[self.name] = self
 
     def __deepcopy__(self, memo: dict) -> BasisCache:
@@ -56,26 +62,30 @@ class BasisCache:
         self._entries.clear()
 
     @staticmethod
-    def find(name: str, kind: str, matrix: Tensor, backend: str) -> tuple[Tensor, ...] | None:
-        """Copies of the results for this very matrix, if they are known."""
-        entry = BasisCache._entries_of(name).get(kind)
-        if entry is None or entry.backend != backend or not _equal(entry.matrix, matrix):
+    def find(name: str, kind: str, matrix: Tensor, options: tuple) -> tuple[Tensor, ...] | None:
+        """Copies of the results for this very matrix, if they are known; `options` is all else they depend on."""
+        entry = BasisCache._entries_of(name).get(_key(kind, matrix, options))
+        if entry is None or not torch.equal(entry.matrix, matrix):
             return None
         return tuple(result.clone() for result in entry.results)
 
     @staticmethod
-    def store(name: str, kind: str, matrix: Tensor, backend: str, results: tuple[Tensor, ...]) -> None:
-        copies = tuple(result.clone() for result in results)
-        BasisCache._entries_of(name)[kind] = _Entry(matrix.clone(), backend, copies)
+    def store(name: str, kind: str, matrix: Tensor, options: tuple, results: tuple[Tensor, ...]) -> None:
+        entries = BasisCache._entries_of(name)
+        key, copies = _key(kind, matrix, options), tuple(result.clone() for result in results)
+        entries.pop(key, None)  # the latest is the last
+        entries[key] = _Entry(matrix.clone(), copies)
+        for oldest in list(entries)[:-_MOST]:
+            entries.pop(oldest, None)
 
     @staticmethod
-    def _entries_of(name: str) -> dict[str, _Entry]:
+    def _entries_of(name: str) -> dict[tuple, _Entry]:
         cache = BasisCache._alive.get(name)
         return {} if cache is None else cache._entries
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+def _key(kind: str, matrix: Tensor, options: tuple) -> tuple:
+    return kind, *options, matrix.shape, matrix.dtype, matrix.device
 
 
 def orthonormal_basis(theta: Tensor, cache: BasisCache) -> Tensor:
@@ -92,20 +102,20 @@ def inverse_basis(v: Tensor, max_condition: float, cache: BasisCache) -> Tensor:
 
 def _orthonormal(theta: Tensor, cache: str) -> tuple[Tensor, Tensor]:
     backend = select("qr", None, theta)
-    known = BasisCache.find(cache, "orthonormal", theta, backend)
+    known = BasisCache.find(cache, "orthonormal", theta, (backend,))
     if known is not None:
         return known[0], known[1]
     if backend == "reference":
         q, r = reference.linalg.qr(theta)
     else:
         q, r, _ = torch.ops.overtone.qr_raising(theta, False, True, "orthonormal_basis")
-    BasisCache.store(cache, "orthonormal", theta, backend, (q, r))
+    BasisCache.store(cache, "orthonormal", theta, (backend,), (q, r))
     return q, r
 
 
 def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
     backend = select("compose_general", None, v)
-    known = BasisCache.find(cache, "inverse", v, backend)
+    known = BasisCache.find(cache, "inverse", v, (backend, max_condition))
     if known is not None:
         return known[0]
     _raise_unless(v.isfinite().all(-1).all(-1), lambda _: "is not finite")
@@ -115,7 +125,7 @@ def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
         inverse = invert(v)
     condition = torch.linalg.matrix_norm(v, 1) * torch.linalg.matrix_norm(inverse, 1)
     _raise_unless(condition <= max_condition, lambda first: _too_large(condition[first].item(), max_condition))
-    BasisCache.store(cache, "inverse", v, backend, (inverse,))
+    BasisCache.store(cache, "inverse", v, (backend, max_condition), (inverse,))
     return inverse
 
 
