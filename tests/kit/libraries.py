@@ -1,4 +1,4 @@
-"""timm and transformers, imported for tests; where one is missing the test is skipped and says so."""
+"""timm, transformers, peft and torchao, imported for tests; where one is missing the test is skipped and says so."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def timm() -> ModuleType:
 
 def transformers() -> ModuleType:
     return _import("transformers")
+
+
+def peft() -> ModuleType:
+    return _import("peft")
+
+
+def torchao() -> ModuleType:
+    return _import("torchao")

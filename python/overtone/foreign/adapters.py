@@ -117,7 +117,7 @@ class Adapter(nn.Module):
     def attend(self, x: Tensor, cache: Any = None, **masks: Any) -> Tensor:
         """The core on tokens x; `cache`, where given, takes new keys and values and returns all of them."""
         given = None if _is_checkpointed() else running.spectrum(self)
-        spectrum = self.core.evaluate() if given is None else given
+        spectrum = self.core.own_spectrum(given)
         query, key, value = self.core.project(x, spectrum)
         if cache is not None:
             key, value = cache(key, value)

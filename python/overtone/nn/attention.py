@@ -10,23 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overtone import reference
+from overtone.nn.linear import has_global_hooks, is_fusible, is_plain
 from overtone.ops import checks
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.ops.linear import linear
-from overtone.spectrum import BasisCache, SpectrumModule, evaluate, make_spectrum
+from overtone.spectrum import KINDS, BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
 __all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
 
 REGIMES = ("free", "sharpen", "smooth")
-
-
-class Linear(nn.Linear):
-    """nn.Linear on overtone's op."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 class SpectralAttention(nn.Module):
@@ -48,6 +42,9 @@ class SpectralAttention(nn.Module):
         scale: of the logits; None is 1/√(dim / num_heads).
 
     forward(x [B, N, dim]) gives [B, N, dim]; with return_norms also the FrequencyNorms of that.
+
+    `qkv`, `qk`, `proj` and `spectrum` are parts of one fused op, which reads their tensors. Where a user has put
+    something else there (an adapter, a quantised layer, a hook), they are called instead.
     """
 
     _ones: Tensor
@@ -81,7 +78,7 @@ class SpectralAttention(nn.Module):
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
         if regime == "free":
-            self.qkv = Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+            self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
             self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
             self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
         else:
@@ -111,7 +108,7 @@ class SpectralAttention(nn.Module):
             first_values: V⁰ for NeuTRENO, the values that `project` of the first layer gives.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
-        spectrum = self.evaluate() if spectrum is None else spectrum
+        spectrum = self.own_spectrum(spectrum)
         packed = self._project_packed(x, spectrum)
         return self.attend(
             *heads_of(packed), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
@@ -123,7 +120,7 @@ class SpectralAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        spectrum: Spectrum,
+        spectrum: Spectrum | None = None,
         *,
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
@@ -137,25 +134,29 @@ class SpectralAttention(nn.Module):
         packed: [B, N, 3, H, D], if query, key and value are views of it: their gradients are then made in one piece.
         """
         masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-        extra = self._neutreno_term(value, first_values, spectrum)
+        calls_proj = self.regime == "free" and not is_fusible(self.proj)
+        eigenvalues, basis = self._output_factors(spectrum, calls_proj, query.dtype)
+        extra = self._neutreno_term(value, first_values, eigenvalues, basis)
         if self.centred:
-            value, extra = self._centre(query, key, value, extra, spectrum, masks)
+            value, extra = self._centre(query, key, value, extra, eigenvalues, basis, masks)
             packed = None
-        inside, outside = _split_residual(residual, query)
-        for term in (self._output_bias(), extra):
+        inside, outside = (None, residual) if calls_proj else _split_residual(residual, query)
+        for term in (None if calls_proj else self._output_bias(), extra):
             if term is not None:
                 inside = _add(inside, term.to(query.dtype), (query.shape[0], query.shape[2], self.dim))
         run: Any = spectral_attention if packed is None else spectral_attention_packed
         given = (query, key, value) if packed is None else (packed,)
         if self.training and self.attn_drop > 0:
             run, given = self._attend_with_dropout, (query, key, value)
+        is_whole = outside is None and not calls_proj
         outcome: Any = run(
-            *given, spectrum.eigenvalues, spectrum.basis_out.to(query.dtype), residual=inside,
-            scale=self.scale, head_gain=self.head_gain, return_norms=return_norms and outside is None, **masks,
+            *given, eigenvalues, basis, residual=inside, scale=self.scale, head_gain=self.head_gain,
+            return_norms=return_norms and is_whole, **masks,
         )  # fmt: skip
-        if outside is None:
+        if is_whole:
             return outcome
-        y = outside + outcome
+        y = self.proj(outcome) if calls_proj else outcome
+        y = y if outside is None else outside + y
         return (y, frequency_norms(y)) if return_norms else y
 
     def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
@@ -168,9 +169,31 @@ class SpectralAttention(nn.Module):
 
     def evaluate(self) -> Spectrum:
         """This layer's B, λ and U; where the regime is "free": W_V, ones and W_proj."""
-        if self.regime == "free":
-            return Spectrum(self.qkv.weight[2 * self.dim :].mT, self._ones, self.proj.weight.mT)
-        return self.spectrum()
+        if self.regime != "free":
+            return self.spectrum()
+        return Spectrum(self._matrix(self.qkv)[:, 2 * self.dim :], self._ones, self._matrix(self.proj))
+
+    def _matrix(self, layer: nn.Linear) -> Tensor:
+        """W [in, out] as it multiplies tokens: read, or seen from what the layer does to unit vectors."""
+        if is_fusible(layer):
+            return layer.weight.mT
+        unit = torch.eye(self.dim, dtype=self._ones.dtype, device=self._ones.device)[None]
+        return (layer(unit) - layer(torch.zeros_like(unit)))[0]
+
+    def own_spectrum(self, given: Spectrum | None = None) -> Spectrum | None:
+        """The spectrum given, or else this layer's; None where the regime is "free", whose layers are no spectrum."""
+        return given if given is not None or self.regime == "free" else self.spectrum()
+
+    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """λ and U of the op. Where `proj` is called behind it U is the identity: one product of the output's size more
+        than in one op, but no second kind of attention."""
+        if self.regime != "free":
+            spectrum = self.spectrum() if spectrum is None else spectrum
+            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
+        ones = self._ones.to(checks.statistics_dtype(dtype))
+        if calls_proj:
+            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
+        return ones, self.proj.weight.mT.to(dtype)
 
     def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, N, D] each, views of packed products."""
@@ -179,13 +202,19 @@ class SpectralAttention(nn.Module):
     def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
         """The same as [B, N, 3, H, D]."""
         if self.regime == "free":
-            packed = self.qkv(x)
-        else:  # one product for all three
-            basis = (self.evaluate() if spectrum is None else spectrum).basis_in
-            weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
-            bias = None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim))
-            packed = linear(x, weight, bias)
+            plain = is_fusible(self.qkv)
+            packed = linear(x, self.qkv.weight, self.qkv.bias) if plain else self.qkv(x)
+        else:
+            packed = self._project_on_basis(x, (self.spectrum() if spectrum is None else spectrum).basis_in)
         return packed.unflatten(-1, (3, self.num_heads, -1))
+
+    def _project_on_basis(self, x: Tensor, basis: Tensor) -> Tensor:
+        if is_fusible(self.qk):  # one product for all three
+            weight = torch.cat((self.qk.weight, basis.mT.to(self.qk.weight.dtype)))
+            return linear(x, weight, None if self.qk.bias is None else F.pad(self.qk.bias, (0, self.dim)))
+        queries_and_keys = self.qk(x)
+        values = linear(x, basis.mT.to(x.dtype))
+        return torch.cat((queries_and_keys, values.to(queries_and_keys.dtype)), -1)
 
     def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """A [B, H, N, N], by the reference: for analysis."""
@@ -202,15 +231,15 @@ class SpectralAttention(nn.Module):
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
 
-    def _neutreno_term(self, value: Tensor, first: Tensor | None, spectrum: Spectrum) -> Tensor | None:
+    def _neutreno_term(self, value: Tensor, first: Tensor | None, eigenvalues: Tensor, basis: Tensor) -> Tensor | None:
         """NeuTRENO's γ(V⁰ − V), through λ and U."""
         if self.neutreno == 0 or first is None:
             return None
         difference = (first - value).transpose(1, 2).flatten(2)
-        scaled = (self.neutreno * spectrum.eigenvalues).to(difference.dtype)
-        return (difference * scaled) @ spectrum.basis_out.to(difference.dtype)
+        scaled = (self.neutreno * eigenvalues).to(difference.dtype)
+        return (difference * scaled) @ basis.to(difference.dtype)
 
-    def _centre(self, query, key, value: Tensor, extra: Tensor | None, spectrum: Spectrum, masks: dict):
+    def _centre(self, query, key, value: Tensor, extra: Tensor | None, eigenvalues, basis, masks: dict):
         """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
         if masks["attn_mask"] is None and not masks["is_causal"]:
             return frequency_filter(value, 0.0, 1.0), extra
@@ -218,9 +247,8 @@ class SpectralAttention(nn.Module):
         mask = masks["attn_mask"]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask != -torch.inf
-        basis = spectrum.basis_out.to(value.dtype)
         centre: Any = spectral_attention(
-            query, key, value, -spectrum.eigenvalues, basis, residual=extra, attn_mask=mask,
+            query, key, value, -eigenvalues, basis.to(value.dtype), residual=extra, attn_mask=mask,
             is_causal=masks["is_causal"],
         )  # fmt: skip
         return value, centre
@@ -242,12 +270,11 @@ def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> l
 
 
 def _is_readable(spectrum: nn.Module) -> bool:
-    """Nobody has wrapped the module, nor hooked it to see it run; and its basis is there: FSDP2 may keep it sharded until
-    the layer's own forward."""
-    if getattr(type(spectrum), "forward", None) is not SpectrumModule.forward:
+    """Nobody has put anything else there, nor hooks; and its basis is there: FSDP2 may keep it sharded until the layer's
+    own forward."""
+    if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False
-    hooks = (spectrum._forward_hooks, spectrum._forward_pre_hooks, spectrum._backward_hooks, spectrum._backward_pre_hooks)
-    return not any(hooks) and type(spectrum.basis) in (nn.Parameter, Tensor)
+    return type(spectrum.basis) in (nn.Parameter, Tensor)
 
 
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
