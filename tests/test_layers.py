@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kit import libraries
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import overtone as ot
 from overtone.nn.attention import SpectralAttention
@@ -396,5 +397,5 @@ class TestHowItRuns:
     def test_counting_flops_changes_nothing(self, regime):
         module = self.pair(regime)[0]
         wanted = module(tokens(torch.float32))
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
+        with FlopCounterMode(display=False):
             assert torch.equal(module(tokens(torch.float32)), wanted)

@@ -1,10 +1,11 @@
 """Adapters: our attention in the place, and with the signature, of another library's module.
 
-A class is known by its name and its package, so that neither library is imported.
+A class is known by its full name, so that neither library is imported.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any, NamedTuple
 
@@ -12,9 +13,28 @@ import torch
 from torch import Tensor, nn
 
 from overtone.nn.attention import SpectralAttention
+from overtone.nn.linear import is_hooked, is_ordinary, is_plain
 from overtone.types import Spectrum
 
-__all__ = ["Adapter", "Weights", "adapter_for", "running", "write_linear"]
+__all__ = [
+    "Adapter",
+    "Linears",
+    "Trainable",
+    "Weights",
+    "adapter_for",
+    "class_name",
+    "read",
+    "running",
+    "set_trainable",
+    "shares",
+    "trainable",
+    "write",
+    "write_linear",
+]
+
+
+# Linear layers of several classes, all with a weight and a bias.
+Linears = tuple[Any, ...]
 
 
 class Weights(NamedTuple):
@@ -28,6 +48,19 @@ class Weights(NamedTuple):
     key_bias: Tensor
     value_bias: Tensor
     output_bias: Tensor
+
+
+class Trainable(NamedTuple):
+    """Whether each of `Weights` wants a gradient."""
+
+    query: bool
+    key: bool
+    value: bool
+    output: bool
+    query_bias: bool
+    key_bias: bool
+    value_bias: bool
+    output_bias: bool
 
 
 class _Running(threading.local):
@@ -64,6 +97,7 @@ class Adapter(nn.Module):
     def __init__(self, core: SpectralAttention, module: nn.Module) -> None:
         super().__init__()
         self.core = core
+        self.training = core.training
 
     @staticmethod
     def num_heads(module: Any) -> int:
@@ -77,36 +111,42 @@ class Adapter(nn.Module):
     def attention_dropout(module: Any) -> float:
         raise NotImplementedError
 
+    # The module's own parts, besides its linear layers, that ours has too.
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def obstacle(cls, module: Any, parent: Any) -> str | None:
+        """What the module has, or has been given, that ours would lose; or None."""
+        linears = cls.linears(module, parent)
+        names = {part: name for name, part in module.named_modules()}
+        for part in (*names, *linears):
+            if is_hooked(part) or "forward" in vars(part):
+                return f"has hooks{_on(names.get(part))}, which conversion would drop: remove them first"
+        for linear in linears:
+            kinds = (part for part in (linear, linear.weight, linear.bias) if not _is_ordinary(part))
+            for kind in kinds:
+                return f"has a {class_name(kind)}{_on(names.get(linear))}, which conversion would drop: {_WAY_OUT}"
+        return cls.own_obstacle(module) or cls._unknown_part(module, linears) or _unlike(read(linears))
+
     @staticmethod
-    def obstacle(module: Any) -> str | None:
-        """What the module has that ours cannot do, or None."""
+    def own_obstacle(module: Any) -> str | None:
+        """What this class knows that ours cannot do."""
+        return None
+
+    @classmethod
+    def _unknown_part(cls, module: nn.Module, linears: Linears) -> str | None:
+        """Other versions of a library may have more in the same class."""
+        for name, part in module.named_children():
+            if not (name in cls.parts or isinstance(part, nn.Identity) or any(part is linear for linear in linears)):
+                return f"has a part {name!r} ({class_name(part)}), which the spectral attention has not"
+        for name, _ in module.named_parameters(recurse=False):
+            return f"has a parameter {name!r}, which the spectral attention has not"
         return None
 
     @staticmethod
-    def linears(module: Any, parent: Any) -> tuple[Any, ...]:
+    def linears(module: Any, parent: Any) -> Linears:
         """The layers of queries, keys, values and output; or the packed one, and the output's."""
         raise NotImplementedError
-
-    @classmethod
-    def read(cls, module: nn.Module, parent: nn.Module) -> Weights:
-        """Copies of the module's weights."""
-        parts = [_read(linear) for linear in cls.linears(module, parent)]
-        if len(parts) == 2:
-            (packed, packed_bias), output = parts
-            parts = [*zip(packed.chunk(3), packed_bias.chunk(3), strict=True), output]
-        weights, biases = zip(*parts, strict=True)
-        return Weights(*weights, *biases)
-
-    @classmethod
-    def write(cls, module: nn.Module, parent: nn.Module, weights: Weights) -> None:
-        """Write weights into the original module."""
-        linears = cls.linears(module, parent)
-        matrices, biases = list(weights[:4]), list(weights[4:])
-        if len(linears) == 2:
-            matrices = [torch.cat(matrices[:3]), matrices[3]]
-            biases = [torch.cat(biases[:3]), biases[3]]
-        for linear, weight, bias in zip(linears, matrices, biases, strict=True):
-            write_linear(linear, weight, bias)
 
     def take_over(self, parent: Any) -> None:
         """Called once the adapter is in its place."""
@@ -140,6 +180,8 @@ def _is_checkpointed() -> bool:
 class TimmAttention(Adapter):
     """timm.layers.Attention."""
 
+    parts = ("attn_drop", "proj_drop")
+
     def __init__(self, core: SpectralAttention, module: Any) -> None:
         super().__init__(core, module)
         self.proj_drop = module.proj_drop
@@ -149,16 +191,16 @@ class TimmAttention(Adapter):
         return module.attn_drop.p
 
     @staticmethod
-    def obstacle(module: Any) -> str | None:
-        if not all(isinstance(getattr(module, name), nn.Identity) for name in ("q_norm", "k_norm", "norm")):
-            return "normalises its queries, keys or heads"
+    def own_obstacle(module: Any) -> str | None:
+        norms = (getattr(module, name, None) for name in ("q_norm", "k_norm", "norm"))
+        if not all(norm is None or isinstance(norm, nn.Identity) for norm in norms):
+            return "normalises its queries, keys or heads, which the spectral attention has not"
         if getattr(module, "gate", None) is not None:
-            return "has a gate"
-        shape = (3 * module.proj.weight.shape[0], module.proj.weight.shape[1])
-        return None if module.qkv.weight.shape == shape else "has heads that do not add up to its width"
+            return "has a gate, which the spectral attention has not"
+        return None
 
     @staticmethod
-    def linears(module: Any, parent: Any) -> tuple[Any, ...]:
+    def linears(module: Any, parent: Any) -> Linears:
         return module.qkv, module.proj
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -208,7 +250,7 @@ class ViTAttention(HuggingFaceAttention):
         return module.attention_dropout
 
     @staticmethod
-    def linears(module: Any, parent: Any) -> tuple[Any, ...]:
+    def linears(module: Any, parent: Any) -> Linears:
         return module.q_proj, module.k_proj, module.v_proj, module.o_proj
 
     def forward(
@@ -220,12 +262,14 @@ class ViTAttention(HuggingFaceAttention):
 class BertSelfAttention(HuggingFaceAttention):
     """transformers' BertSelfAttention, which has its output projection beside it, in the parent's `output`."""
 
+    parts = ("dropout",)
+
     @staticmethod
     def attention_dropout(module: Any) -> float:
         return module.dropout.p
 
     @staticmethod
-    def linears(module: Any, parent: Any) -> tuple[Any, ...]:
+    def linears(module: Any, parent: Any) -> Linears:
         return module.query, module.key, module.value, parent.output.dense
 
     def take_over(self, parent: Any) -> None:
@@ -250,6 +294,8 @@ class BertSelfAttention(HuggingFaceAttention):
 class GPT2Attention(HuggingFaceAttention):
     """transformers' GPT2Attention, whose Conv1D layers hold [in, out]."""
 
+    parts = ("attn_dropout", "resid_dropout")
+
     def __init__(self, core: SpectralAttention, module: Any) -> None:
         super().__init__(core, module)
         self.resid_dropout = module.resid_dropout
@@ -263,7 +309,7 @@ class GPT2Attention(HuggingFaceAttention):
         return module.attn_dropout.p
 
     @staticmethod
-    def linears(module: Any, parent: Any) -> tuple[Any, ...]:
+    def linears(module: Any, parent: Any) -> Linears:
         return module.c_attn, module.c_proj
 
     def forward(
@@ -276,36 +322,105 @@ class GPT2Attention(HuggingFaceAttention):
         return self.resid_dropout(self.attend_to(hidden_states, attention_mask, past_key_values, kwargs)), None
 
 
-ADAPTERS: dict[tuple[str, str], type[Adapter]] = {
-    ("timm", "Attention"): TimmAttention,
-    ("transformers", "ViTAttention"): ViTAttention,
-    ("transformers", "DeiTAttention"): ViTAttention,
-    ("transformers", "BertSelfAttention"): BertSelfAttention,
-    ("transformers", "GPT2Attention"): GPT2Attention,
+# By the full name: a library may have a class of the same name, and another formula, in another place.
+ADAPTERS: dict[str, type[Adapter]] = {
+    "timm.layers.attention.Attention": TimmAttention,
+    "timm.models.vision_transformer.Attention": TimmAttention,
+    "transformers.models.vit.modeling_vit.ViTAttention": ViTAttention,
+    "transformers.models.deit.modeling_deit.DeiTAttention": ViTAttention,
+    "transformers.models.bert.modeling_bert.BertSelfAttention": BertSelfAttention,
+    "transformers.models.gpt2.modeling_gpt2.GPT2Attention": GPT2Attention,
 }
+
+_WAY_OUT = "merge it into an ordinary layer first, or put it there after the conversion"
 
 
 def adapter_for(module: nn.Module) -> type[Adapter] | None:
     """The adapter of a library's self-attention module, None for any other module."""
-    package = type(module).__module__.partition(".")[0]
-    if getattr(module, "is_cross_attention", False):
-        return None
-    return ADAPTERS.get((package, type(module).__name__))
+    return None if getattr(module, "is_cross_attention", False) else ADAPTERS.get(class_name(module))
 
 
-def _is_transposed(linear: nn.Module) -> bool:
-    return type(linear).__name__ == "Conv1D"
+def class_name(thing: object) -> str:
+    """As it would be imported."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _on(name: str | None) -> str:
+    """Which part of an attention module, for an error; BERT has its output layer outside."""
+    return " in its output layer" if name is None else f" in {name}" if name else ""
+
+
+def _is_ordinary(thing: Any) -> bool:
+    """An unchanged linear layer, or a tensor of one."""
+    if isinstance(thing, nn.Module):
+        return is_plain(thing, type(thing) if _is_conv1d(thing) else nn.Linear)
+    return thing is None or is_ordinary(thing)
+
+
+def _is_conv1d(linear: nn.Module) -> bool:
+    """transformers' linear layer whose weight is [in, out]."""
+    return class_name(linear) == "transformers.pytorch_utils.Conv1D"
 
 
 def _read(linear: Any) -> tuple[Tensor, Tensor]:
-    weight = linear.weight.detach().mT if _is_transposed(linear) else linear.weight.detach()
+    weight = linear.weight.detach().mT if _is_conv1d(linear) else linear.weight.detach()
     bias = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach()
     return weight, bias
 
 
+def _unlike(weights: Weights) -> str | None:
+    """How the layers do not fit into one attention."""
+    matrices = weights[:4]
+    if len({x.shape for x in matrices}) > 1 or matrices[0].shape[0] != matrices[0].shape[1]:
+        return "has heads that do not add up to its width, which the spectral attention has not"
+    if len({(x.dtype, x.device) for x in weights}) > 1:
+        return "has layers of several dtypes or devices, which the spectral attention has not"
+    return None
+
+
+def read(linears: Linears) -> Weights:
+    """Copies of an attention module's weights."""
+    parts = [_read(linear) for linear in linears]
+    if len(parts) == 2:
+        (packed, packed_bias), output = parts
+        parts = [*zip(packed.chunk(3), packed_bias.chunk(3), strict=True), output]
+    weights, biases = zip(*parts, strict=True)
+    return Weights(*weights, *biases)
+
+
+def write(linears: Linears, weights: Weights) -> None:
+    """Weights into the original layers."""
+    for linear, matrices, biases in shares(linears, weights):
+        write_linear(linear, torch.cat(matrices), torch.cat(biases))
+
+
+def trainable(linears: Linears) -> Trainable:
+    """Which weights and biases want a gradient; a bias that is missing, as its layer's weight does."""
+    weights = [linear.weight.requires_grad for linear in linears]
+    biases = [(linear.weight if linear.bias is None else linear.bias).requires_grad for linear in linears]
+    if len(linears) == 2:
+        weights, biases = ([each[0]] * 3 + each[1:] for each in (weights, biases))
+    return Trainable(*weights, *biases)
+
+
+def set_trainable(linears: Linears, wanted: Trainable) -> None:
+    """The same into the original layers; a packed weight wants a gradient if a part of it does."""
+    for linear, weights, biases in shares(linears, wanted):
+        linear.weight.requires_grad_(any(weights))
+        if linear.bias is not None:
+            linear.bias.requires_grad_(any(biases))
+
+
+def shares(linears: Linears, values: tuple) -> list[tuple[Any, tuple, tuple]]:
+    """Every layer with what belongs to its weight and to its bias, in parts."""
+    ends = (0, 3, 4) if len(linears) == 2 else range(5)
+    return [
+        (linear, values[:4][start:end], values[4:][start:end])
+        for linear, (start, end) in zip(linears, itertools.pairwise(ends), strict=True)
+    ]
+
+
 def write_linear(linear: Any, weight: Tensor, bias: Tensor) -> None:
-    linear.weight.copy_(weight.mT if _is_transposed(linear) else weight)
+    linear.weight.copy_(weight.mT if _is_conv1d(linear) else weight)
     if linear.bias is not None:
         linear.bias.copy_(bias)
-    elif bool((bias != 0).any()):
-        raise ValueError(f"restore: {linear} has no bias to write the learned one into; take weights='original'")

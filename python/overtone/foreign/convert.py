@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -9,10 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from overtone import linalg
-from overtone.foreign.adapters import Adapter, Weights, adapter_for, running, write_linear
+from overtone.foreign import adapters
+from overtone.foreign.adapters import (
+    Adapter,
+    Linears,
+    Trainable,
+    Weights,
+    adapter_for,
+    class_name,
+    running,
+    write_linear,
+)
 from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_layers
+from overtone.nn.linear import is_hooked, is_ordinary, is_plain
 from overtone.ops import checks
-from overtone.spectrum import SMALLEST, BasisCache
+from overtone.spectrum import KINDS, SMALLEST, BasisCache
 
 __all__ = ["Handle", "reparameterize"]
 
@@ -55,19 +67,20 @@ def reparameterize(
     checks.one_of(_NAME, "regime", regime, REGIMES)
     checks.one_of(_NAME, "start", start, STARTS)
     found = _attention_layers(model)
-    chosen = range(len(found)) if layers is None else sorted(set(layers))
+    chosen = range(len(found)) if layers is None else sorted(set(map(_layer_number, layers)))
     places = [_convertible(found, index) for index in chosen]
     swaps = [_convert(place, regime, kind, bounded, start) for place in places]
     for swap in swaps:
         swap.apply()
-    return Handle(model, swaps)
+    how = f"regime={regime!r}" if regime == "free" else f"regime={regime!r}, kind={kind!r}, bounded={bounded}"
+    return Handle(model, swaps, f"{len(swaps)} of {len(found)} attention layers of {type(model).__name__}, {how}")
 
 
 class Handle:
     """What `reparameterize` did to a model, and the way back."""
 
-    def __init__(self, model: nn.Module, swaps: list[_Swap]) -> None:
-        self._swaps = swaps
+    def __init__(self, model: nn.Module, swaps: list[_Swap], summary: str) -> None:
+        self._swaps, self._summary = swaps, summary
         batch = _BatchedSpectra()
         for swap in swaps:
             swap.adapter.batch = batch
@@ -87,15 +100,23 @@ class Handle:
 
         weights: "original": bit for bit as they were before; "trained": with what was learned since written into them,
         W_V = basis_in and W_proj = diag(λ) basis_out. The rest of the model is left as it is.
+
+        The originals come back as the model is now: on its device, in its dtype (original weights are rounded to a
+        narrower one), in training or evaluation, frozen where their successors are. What was put into the converted
+        layers since, adapters or hooks, must be taken out or merged first: it has no place in the originals.
         """
         checks.one_of("restore", "weights", weights, WEIGHTS)
         if not self._hooks:
             raise RuntimeError("restore: this model was already restored")
-        for swap in self._swaps:
-            swap.undo(trained=weights == "trained")
+        learned = [swap.restorable(weights == "trained") for swap in self._swaps]  # raises before anything is touched
+        for swap, learnt in zip(self._swaps, learned, strict=True):
+            swap.undo(learnt)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def __repr__(self) -> str:
+        return f"<Handle: {self._summary}{'' if self._hooks else ', restored'}>"
 
 
 class _Place(NamedTuple):
@@ -109,17 +130,95 @@ class _Place(NamedTuple):
 
 class _Swap(NamedTuple):
     place: _Place
+    linears: Linears  # of the original
     adapter: Adapter
 
     def apply(self) -> None:
         setattr(self.place.parent, self.place.attribute, self.adapter)
         self.adapter.take_over(self.place.parent)
 
-    def undo(self, trained: bool) -> None:
-        setattr(self.place.parent, self.place.attribute, self.place.module)
-        self.adapter.give_back(self.place.parent)
-        if trained:
-            self.adapter.write(self.place.module, self.place.parent, _folded(self.adapter.core))
+    def restorable(self, trained: bool) -> Weights | None:
+        """What was learned, if that is wanted; raises where undoing would lose something."""
+        place, adapter = self.place, self.adapter
+        name = _put_in(adapter, getattr(place.parent, place.attribute), place.module)
+        if name is not None:
+            got = f"{place.name}{name}"
+            raise RuntimeError(f"restore: {got}, which restoring would drop: merge or remove it first")
+        if not trained:
+            return None
+        weights = _folded(adapter.core)
+        for linear, _, biases in adapters.shares(self.linears, weights):
+            if linear.bias is None and any(bool((bias != 0).any()) for bias in biases):
+                raise ValueError(
+                    f"restore: {place.name} has no bias to write the learned one into; take weights='original'"
+                )
+        return weights
+
+    def undo(self, learned: Weights | None) -> None:
+        module, parent, adapter = self.place.module, self.place.parent, self.adapter
+        setattr(parent, self.place.attribute, module)
+        adapter.give_back(parent)
+        kept = set(adapter.modules())
+        for part in module.modules():
+            if part not in kept:
+                part.training = adapter.training
+        now = _query_weight(adapter.core)
+        for part in (module, *self.linears):
+            part.to(now.device, now.dtype)
+        if learned is not None:
+            adapters.write(self.linears, learned)
+        adapters.set_trainable(self.linears, _trainable(adapter.core))
+
+
+def _put_in(adapter: Adapter, found: nn.Module, original: nn.Module) -> str | None:
+    """What was put into a converted layer since, or in its place."""
+    if found is not adapter:
+        return f" is a {class_name(found)} now"
+    kept = set(original.modules())
+    for name, part in adapter.named_modules():
+        if part not in kept and (is_hooked(part) or "forward" in vars(part)):
+            return f" has hooks{f' on {name}' if name else ''}"
+    core = adapter.core
+    for name in ("qkv", "proj") if core.regime == "free" else ("qk", "spectrum"):
+        part = getattr(core, name)
+        if not is_plain(part, nn.Linear, *KINDS.values()):
+            return f".core.{name} is a {class_name(part)}"
+        for tensor in part.parameters():
+            if not is_ordinary(tensor):
+                return f".core.{name} holds a {class_name(tensor)}"
+    return None
+
+
+def _query_weight(core: SpectralAttention) -> Tensor:
+    return core.qkv.weight if core.regime == "free" else core.qk.weight
+
+
+def _trainable(core: SpectralAttention) -> Trainable:
+    """Which of the original's weights want a gradient, as their successors do."""
+    assert (bias := core.proj.bias if core.regime == "free" else core.bias) is not None
+    if core.regime == "free":
+        packed, value, output = core.qkv, core.qkv.weight.requires_grad, core.proj.weight.requires_grad
+        value_bias = core.qkv.bias.requires_grad
+    else:
+        packed, value_bias = core.qk, bias.requires_grad
+        value = output = any(parameter.requires_grad for parameter in core.spectrum.parameters())
+    query, query_bias = packed.weight.requires_grad, packed.bias.requires_grad
+    return Trainable(query, query, value, output, query_bias, query_bias, value_bias, bias.requires_grad)
+
+
+def _set_trainable(core: SpectralAttention, of: Trainable) -> None:
+    """What was frozen stays frozen; what is in one piece now wants a gradient if a part of it did."""
+    if core.regime == "free":
+        core.qkv.weight.requires_grad_(of.query or of.key or of.value)
+        core.qkv.bias.requires_grad_(of.query_bias or of.key_bias or of.value_bias)
+        core.proj.weight.requires_grad_(of.output)
+        core.proj.bias.requires_grad_(of.output_bias)
+        return
+    core.qk.weight.requires_grad_(of.query or of.key)
+    core.qk.bias.requires_grad_(of.query_bias or of.key_bias)
+    core.spectrum.requires_grad_(of.value or of.output)
+    assert core.bias is not None
+    core.bias.requires_grad_(of.output_bias or of.value_bias)
 
 
 class _BatchedSpectra:
@@ -174,9 +273,34 @@ def _attention_layers(model: nn.Module) -> list[_Place]:
             if isinstance(module, Adapter) or adapter_for(module) is not None:
                 places.append(_Place(f"{parent_name}.{attribute}".lstrip("."), parent, attribute, module))
     if not places:
-        wanted = "a timm ViT or DeiT, or a Hugging Face ViT, DeiT, BERT or GPT-2"
-        raise ValueError(f"{_NAME}: model: got {type(model).__name__} without a known self-attention, wanted {wanted}")
+        raise ValueError(f"{_NAME}: model: got {_without_known_attention(model)}, wanted {_KNOWN}")
     return places
+
+
+_KNOWN = "a timm ViT or DeiT, or a Hugging Face ViT, DeiT, BERT or GPT-2"
+
+
+def _without_known_attention(model: nn.Module) -> str:
+    """The model, and what in it looks like attention."""
+    kinds: dict[str, str] = {}
+    for name, part in model.named_modules():
+        if _looks_like_attention(name, part):
+            kinds.setdefault(class_name(part), name)
+    shown = "".join(f"; {name} is a {kind}, whose formula is not known" for kind, name in [*kinds.items()][:3])
+    return f"{type(model).__name__} without a known self-attention{shown}"
+
+
+def _looks_like_attention(name: str, part: nn.Module) -> bool:
+    kind = type(part).__name__.lower()
+    is_named_so = name.rpartition(".")[2] in ("attn", "attention", "self_attn", "self_attention")
+    return is_named_so or "attention" in kind or "attn" in kind
+
+
+def _layer_number(layer: object) -> int:
+    try:
+        return operator.index(layer)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{_NAME}: layers: got {checks.describe(layer)} among them, wanted integers") from None
 
 
 def _convertible(places: list[_Place], index: int) -> _Place:
@@ -185,18 +309,22 @@ def _convertible(places: list[_Place], index: int) -> _Place:
     place = places[index]
     if isinstance(place.module, Adapter):
         raise ValueError(f"{_NAME}: layers: layer {index}, {place.name}, has been converted; restore it first")
+    twins = [other.name for other in places if other.module is place.module]
+    if len(twins) > 1:
+        raise ValueError(f"{_NAME}: {' and '.join(twins)} are one module; wanted layers with weights of their own")
     adapter = adapter_for(place.module)
     assert adapter is not None
-    obstacle = adapter.obstacle(place.module)
+    obstacle = adapter.obstacle(place.module, place.parent)
     if obstacle is not None:
-        raise ValueError(f"{_NAME}: {place.name} {obstacle}, which the spectral attention has not")
+        raise ValueError(f"{_NAME}: {place.name} {obstacle} ({class_name(place.module)})")
     return place
 
 
 def _convert(place: _Place, regime: str, kind: str, bounded: bool, start: str) -> _Swap:
     adapter = adapter_for(place.module)
     assert adapter is not None
-    weights = adapter.read(place.module, place.parent)
+    linears = adapter.linears(place.module, place.parent)
+    weights = adapters.read(linears)
     core = SpectralAttention(
         weights.query.shape[1],
         adapter.num_heads(place.module),
@@ -210,7 +338,8 @@ def _convert(place: _Place, regime: str, kind: str, bounded: bool, start: str) -
         dtype=weights.query.dtype,
     )
     _fill(core, weights, start)
-    return _Swap(place, adapter(core.train(place.module.training), place.module))
+    _set_trainable(core, adapters.trainable(linears))
+    return _Swap(place, linears, adapter(core.train(place.module.training), place.module))
 
 
 @torch.no_grad()

@@ -270,7 +270,7 @@ def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> l
 
 
 def _is_readable(spectrum: nn.Module) -> bool:
-    """Nobody has put anything else there, nor hooks; and its basis is there: FSDP2 may keep it sharded until the layer's
+    """Nobody has put anything else or a hook there, and its basis is there: FSDP2 may keep it sharded until the layer's
     own forward."""
     if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False

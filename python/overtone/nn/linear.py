@@ -12,10 +12,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-__all__ = ["has_global_hooks", "is_fusible", "is_hooked", "is_plain"]
+__all__ = ["has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
 
-# The last two stand for ordinary tensors while a graph is traced. Any other subclass (quantised, sharded) multiplies in
-# a way of its own.
+# The last two stand for ordinary tensors while a graph is traced.
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
@@ -27,7 +26,12 @@ def is_fusible(layer: nn.Module) -> bool:
     """
     if not is_plain(layer, nn.Linear) or has_global_hooks():
         return False
-    return type(layer.weight) in _ORDINARY and (layer.bias is None or type(layer.bias) in _ORDINARY)
+    return is_ordinary(layer.weight) and (layer.bias is None or is_ordinary(layer.bias))
+
+
+def is_ordinary(tensor: Any) -> bool:
+    """Not of a subclass with a multiplication of its own: quantised, sharded."""
+    return type(tensor) in _ORDINARY
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
