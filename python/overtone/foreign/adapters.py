@@ -123,8 +123,8 @@ class Adapter(nn.Module):
             if is_hooked(part) or "forward" in vars(part):
                 return f"has hooks{_on(names.get(part))}, which conversion would drop: remove them first"
         for linear in linears:
-            kinds = (part for part in (linear, linear.weight, linear.bias) if not _is_ordinary(part))
-            for kind in kinds:
+            tensors = (getattr(linear, "weight", None), getattr(linear, "bias", None))
+            for kind in (part for part in (linear, *tensors) if not _is_ordinary(part)):
                 return f"has a {class_name(kind)}{_on(names.get(linear))}, which conversion would drop: {_WAY_OUT}"
         return cls.own_obstacle(module) or cls._unknown_part(module, linears) or _unlike(read(linears))
 
