@@ -8,7 +8,9 @@ Everything here is computed in float32, or float64 for float64 parameters, insid
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
+from functools import singledispatch
 from typing import NamedTuple, cast
 
 import torch
@@ -21,11 +23,14 @@ from overtone.types import Spectrum
 
 __all__ = [
     "BasisCache",
+    "FixedSpectrum",
     "GeneralSpectrum",
     "Guarantee",
     "SpectrumModule",
     "SymmetricSpectrum",
     "evaluate",
+    "fold",
+    "folded",
     "guarantees",
     "make_spectrum",
     "plain_magnitude",
@@ -198,6 +203,76 @@ def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spect
         eigenvalues = [spectrum.eigenvalues() for spectrum in members]
         results |= dict(zip(places, map(Spectrum, bases_in, eigenvalues, bases_out), strict=True))
     return [results[place] for place in range(len(spectra))]
+
+
+class FixedSpectrum(nn.Module):
+    """A spectrum that is evaluated once: what `fold` leaves of one that stands outside attention."""
+
+    basis_in: Tensor
+    values: Tensor
+    basis_out: Tensor
+
+    def __init__(self, spectrum: Spectrum) -> None:
+        super().__init__()
+        for name, part in zip(("basis_in", "values", "basis_out"), spectrum, strict=True):
+            self.register_buffer(name, part.detach().clone())
+
+    def eigenvalues(self) -> Tensor:
+        """λ, [dim]."""
+        return self.values
+
+    def forward(self) -> Spectrum:
+        return Spectrum(self.basis_in, self.values, self.basis_out)
+
+
+def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """A model with ordinary weights in the place of spectra, and of PyTorch's own operations: for export and inference.
+
+    Attention becomes `qkv` and `proj`, named and shaped as in timm, with W_V = basis_in and W_proj = diag(λ) basis_out;
+    filters, norms and MLPs become plain ones. No op of this package is left, so that torch.onnx.export, torch.export,
+    torch.jit.trace and other tools take the model. What is not this package's stays as it is.
+
+    Args:
+        model: of ot.models, one that `reparameterize` has converted, or any other that holds this package's modules.
+        inplace: change `model` itself rather than a deep copy; it has other parameters afterwards.
+
+    Returns:
+        The folded model, in the mode (train or eval), dtype and device of `model`: `model` itself where inplace, unless
+        the model is itself one of this package's layers.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold: model: got {type(model).__name__}, wanted an nn.Module")
+    checks.flag("fold", "inplace", inplace)
+    model = model if inplace else copy.deepcopy(model)
+    with torch.no_grad():
+        return _fold_all(model, "", {})
+
+
+def _fold_all(module: nn.Module, name: str, done: dict[int, tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """`done`: every module met, by id, and what became of it, so that shared modules stay shared."""
+    if id(module) in done:
+        return done[id(module)][1]
+    result = folded(module, name)
+    done[id(module)] = (module, result)
+    if result is not module:
+        return result.train(module.training)
+    for attribute, child in list(module._modules.items()):
+        if child is not None:
+            changed = _fold_all(child, f"{name}.{attribute}".lstrip("."), done)
+            if changed is not child:
+                setattr(module, attribute, changed)
+    return module
+
+
+@singledispatch
+def folded(module: nn.Module, name: str) -> nn.Module:
+    """A module's plain form; itself where it has none. `name`: its place in the model, for errors."""
+    return module
+
+
+@folded.register
+def _(spectrum: SpectrumModule, name: str) -> nn.Module:
+    return FixedSpectrum(spectrum())
 
 
 class Guarantee(NamedTuple):

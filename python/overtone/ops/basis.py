@@ -37,7 +37,7 @@ _MOST = 16
 
 
 class BasisCache:
-    """The last factorisation of every kind and shape, for one model. A copy of a cache, deep or pickled, is an empty one.
+    """The last factorisation of every kind and shape, for one model. A copy, deep or pickled, is an empty one.
 
     Entries never change once they are there, so threads may share a cache.
     """

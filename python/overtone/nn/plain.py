@@ -1,0 +1,180 @@
+"""What `ot.spectrum.fold` puts in the place of this package's modules: ordinary weights, PyTorch's own operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overtone import reference
+from overtone.nn.attention import SpectralAttention
+from overtone.nn.filters import DeEscalation, FeatScale
+from overtone.nn.linear import is_fusible
+from overtone.nn.mlp import Mlp
+from overtone.nn.norms import SignedLayerNorm
+from overtone.spectrum import folded
+from overtone.types import Spectrum
+
+__all__ = ["PlainAttention", "PlainDeEscalation", "PlainFeatScale", "PlainMlp"]
+
+
+class PlainAttention(SpectralAttention):
+    """SpectralAttention with W_V and W_proj = diag(λ) U as ordinary weights: `qkv` and `proj`, as in timm.
+
+    Args:
+        layer: whose weights it takes; they must be of ordinary linear layers.
+        name: of the layer in its model, for errors.
+    """
+
+    def __init__(self, layer: SpectralAttention, name: str) -> None:
+        nn.Module.__init__(self)
+        self.regime, self.kind = "free", layer.kind
+        self.dim, self.num_heads, self.scale, self.attn_drop = layer.dim, layer.num_heads, layer.scale, layer.attn_drop
+        self.centred, self.neutreno, self.head_gain = layer.centred, layer.neutreno, layer.head_gain
+        if layer.regime == "free":
+            self.qkv, self.proj, ones = layer.qkv, layer.proj, layer._ones
+        else:
+            self.qkv, self.proj = _packed_projection(layer, name), _output_projection(layer)
+            ones = torch.ones_like(self.proj.weight[0])
+        self.register_buffer("_ones", ones, persistent=False)
+
+    def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spectrum: Spectrum | None = None,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        first_values: Tensor | None = None,
+        return_norms: bool = False,
+        packed: Tensor | None = None,
+    ) -> Any:
+        heads = self._heads(query, key, value, attn_mask, is_causal)
+        if self.neutreno != 0 and first_values is not None:
+            heads = heads + self.neutreno * (first_values - value)
+        y = self.proj(heads.transpose(1, 2).flatten(2))
+        y = y if residual is None else residual + y
+        return (y, reference.frequency_norms(y)) if return_norms else y
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """A_h V_h; with AttnScale's gain and centring (1 + ω)(A V) − ω ΠV and A V − ΠV, one on the other."""
+        heads = self._attention(query, key, value, attn_mask, is_causal)
+        if self.head_gain is None and not self.centred:
+            return heads
+        mean = self._mean(query, key, value, attn_mask, is_causal)
+        gain = 0 if self.head_gain is None else self.head_gain[:, None, None].to(value.dtype)
+        centre = (1 + gain) * mean if self.centred else gain * mean
+        return (1 + gain) * heads - centre
+
+    def _attention(self, query, key, value, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        dropout = self.attn_drop if self.training else 0.0
+        if attn_mask is not None and is_causal:  # SDPA takes a mask or is_causal
+            attn_mask, is_causal = _causal(attn_mask, query.shape[2], key.shape[2]), False
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=self.scale
+        )
+
+    def _mean(self, query, key, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """ΠV: the mean of the values that take part, as attention of equal logits."""
+        if attn_mask is None and not is_causal:
+            return value.mean(2, keepdim=True)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask != -torch.inf
+        return self._attention(torch.zeros_like(query), key, value, attn_mask, is_causal)
+
+
+def _causal(attn_mask: Tensor, queries: int, keys: int) -> Tensor:
+    seen = attn_mask.new_ones(queries, keys, dtype=torch.bool).tril()
+    return attn_mask & seen if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~seen, -torch.inf)
+
+
+def _packed_projection(layer: SpectralAttention, name: str) -> nn.Linear:
+    if not is_fusible(layer.qk):
+        wanted = "an nn.Linear without hooks: merge or remove what was put around it first"
+        raise TypeError(f"fold: model: got {type(layer.qk).__name__} as {name}.qk, wanted {wanted}".replace(" .", " "))
+    weight = torch.cat((layer.qk.weight, layer.evaluate().basis_in.mT.to(layer.qk.weight.dtype)))
+    return _linear(weight, None if layer.qk.bias is None else F.pad(layer.qk.bias, (0, layer.dim)))
+
+
+def _output_projection(layer: SpectralAttention) -> nn.Linear:
+    weight = layer.value_projection()[1].mT.to(layer.qk.weight.dtype)
+    return _linear(weight, weight.new_zeros(layer.dim) if layer.bias is None else layer.bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """The layer of these weights, which it copies."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone())
+    return linear
+
+
+class PlainMlp(Mlp):
+    """fc2(GELU(fc1(x))), layer by layer."""
+
+    def __init__(self, mlp: Mlp) -> None:
+        nn.Module.__init__(self)
+        self.fc1, self.fc2 = mlp.fc1, mlp.fc2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class PlainDeEscalation(DeEscalation):
+    """DeEscalation by PyTorch's means and differences."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return reference.de_escalate(x, self.tau, mask=mask, is_causal=is_causal)
+
+
+class PlainFeatScale(FeatScale):
+    """FeatScale by PyTorch's means and differences."""
+
+    def __init__(self, scale: FeatScale) -> None:
+        nn.Module.__init__(self)
+        self.low, self.high = scale.low, scale.high
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return reference.frequency_filter(x, 1 + self.low, 1 + self.high, mask=mask, is_causal=is_causal)
+
+
+@folded.register
+def _(layer: SpectralAttention, name: str) -> nn.Module:
+    return PlainAttention(layer, name)
+
+
+@folded.register
+def _(layer: PlainAttention, name: str) -> nn.Module:
+    return layer
+
+
+@folded.register
+def _(mlp: Mlp, name: str) -> nn.Module:
+    return PlainMlp(mlp)
+
+
+@folded.register
+def _(module: DeEscalation, name: str) -> nn.Module:
+    return PlainDeEscalation(module.tau)
+
+
+@folded.register
+def _(module: FeatScale, name: str) -> nn.Module:
+    return PlainFeatScale(module)
+
+
+@folded.register
+def _(norm: SignedLayerNorm, name: str) -> nn.Module:
+    plain = nn.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")
+    plain.weight, plain.bias = nn.Parameter(norm.sign * norm.weight.abs()), norm.bias
+    return plain
