@@ -130,6 +130,16 @@ class TestGuarantee:
         assert guarantees(spectrum)[0].outside == 1
 
 
+def _drawn():
+    """A spectrum with arguments drawn at random."""
+    choose = lambda *values: values[torch.randint(len(values), ()).item()]  # noqa: E731
+    dtype = choose(torch.float32, torch.float64, torch.bfloat16)
+    kind, options = choose(*KINDS), {"bounded": choose(False, True), "dtype": dtype}
+    if kind is GeneralSpectrum:
+        options["max_condition"] = choose(1e5, 1e4)
+    return kind(choose(4, 6), choose(*REGIMES), **options)
+
+
 class TestEvaluate:
     def test_one_factorisation_per_kind(self, factorisations):
         spectra = [kind(6, regime) for kind in KINDS for regime in REGIMES] * 2
@@ -150,6 +160,74 @@ class TestEvaluate:
             spectrum.eval()()
             assert len(factorisations) == steps
             optimizer.step()
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_any_mixture_is_grouped_and_each_result_is_its_own(self, seed, factorisations):
+        """Widths, kinds, regimes, dtypes, bounds and limits drawn at random, in any order."""
+        torch.manual_seed(seed)
+        spectra, cache = [_drawn() for _ in range(12)], BasisCache()
+        for _ in range(2):
+            for spectrum, result in zip(spectra, evaluate(spectra, cache), strict=True):
+                for ours, alone in zip(result, copy.deepcopy(spectrum)(), strict=True):
+                    assert ours.dtype == alone.dtype
+                    torch.testing.assert_close(ours, alone)
+        batches = {
+            (type(each), each.dim, each().basis_in.dtype, getattr(each, "max_condition", None)) for each in spectra
+        }
+        together = BasisCache()
+        factorisations.clear()
+        for _ in range(3):
+            evaluate(spectra, together)
+        assert len(factorisations) == len(batches)
+        assert sum(shape[0] for shape in factorisations) == len(spectra)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whatever_changes_after_a_call_is_seen(self, seed):
+        """One argument after the other is changed: as a new spectrum with these arguments and parameters."""
+        torch.manual_seed(seed)
+        changes = [
+            ("regime", lambda s: setattr(s, "regime", "smooth" if s.regime == "sharpen" else "sharpen")),
+            ("bounded", lambda s: setattr(s, "bounded", not s.bounded)),
+            ("double", lambda s: s.double()),
+            ("half", lambda s: s.bfloat16()),
+            ("float", lambda s: s.float()),
+            ("basis", lambda s: s.basis.data.add_(0.1 * torch.eye(6, dtype=s.basis.dtype))),
+            ("eigenvalues", lambda s: s.raw_eigenvalues.data.mul_(0.5)),
+            ("data", lambda s: setattr(s.basis, "data", s.basis.data.flip(0).clone())),
+        ]
+        for kind in KINDS:
+            spectrum = kind(6)
+            for _, change in [changes[place] for place in torch.randint(len(changes), (20,)).tolist()]:
+                spectrum()
+                change(spectrum)
+                other = kind(6, spectrum.regime, bounded=spectrum.bounded, dtype=spectrum.basis.dtype)
+                other.load_state_dict(spectrum.state_dict())
+                for backend in ("cpu", "reference", None):
+                    with ot.use_backend(backend):
+                        assert all(map(torch.equal, spectrum(), other()))
+
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_lower_limit_holds_at_once_and_only_for_its_own_layer(self, backend):
+        cache, spectra = BasisCache(), [GeneralSpectrum(6), GeneralSpectrum(6)]
+        with torch.no_grad():
+            spectra[0].basis.copy_(torch.diag(torch.tensor([1, 1, 1, 1, 1, 0.01])))
+        with ot.use_backend(backend):
+            evaluate(spectra, cache), spectra[0]()
+            spectra[1].max_condition = 30.0  # an orthogonal basis' is 6 at most
+            evaluate(spectra, cache)
+            spectra[0].max_condition = 50.0
+            with pytest.raises(torch.linalg.LinAlgError, match="condition number of 1e.02, above max_condition=50"):
+                evaluate(spectra, cache)
+            with pytest.raises(torch.linalg.LinAlgError, match="above max_condition=50"):
+                spectra[0]()
+            spectra[0].max_condition = 200.0
+            evaluate(spectra, cache), spectra[0]()
+
+    def test_a_cache_does_not_grow_for_ever(self):
+        cache = BasisCache()
+        for dim in range(1, 40):
+            evaluate([SymmetricSpectrum(dim)], cache)
+        assert len(cache._entries) <= 16
 
     def test_copies_and_pickles_work_on_their_own(self):
         spectrum = SymmetricSpectrum(6)

@@ -1,4 +1,4 @@
-"""Models used from several threads, replicas, in recomputed blocks and after errors: nobody sees another call's state."""
+"""Models in several threads, replicas, recomputed blocks and after errors: nobody sees another call's state."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_training_beside_an_evaluation_is_as_without(model, restless):
 
 
 def replica_of(model):
-    """As torch.nn.DataParallel makes it: shallow copies of the modules, with parameters that lead back to the model's."""
+    """As torch.nn.DataParallel makes it: shallow copies of modules, their parameters computed from the model's."""
     copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, other in copies.items():
         for name, child in module._modules.items():
