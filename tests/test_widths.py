@@ -1,0 +1,59 @@
+"""Layers of several widths in one model: one factorisation per width, and the numbers of layers on their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import libraries
+from torch import nn
+
+import overtone as ot
+
+TIMM = {"pit_ti_224": {"img_size": 64}, "mobilevit_xxs": {}, "crossvit_tiny_240": {}}
+
+
+class TwoTowers(nn.Module):
+    """Two models of different width, depth and dtype, called one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"img_size": 8, "patch_size": 4, "num_classes": 5, "num_heads": 2}
+        create = libraries.timm().create_model
+        self.first = create("vit_tiny_patch16_224", embed_dim=16, depth=2, **sizes)
+        self.second = create("vit_tiny_patch16_224", embed_dim=24, depth=3, **sizes)
+        self.third = create("vit_tiny_patch16_224", embed_dim=16, depth=1, **sizes).to(torch.bfloat16)
+
+    def forward(self, x):
+        third = self.third(x.to(torch.bfloat16)).to(x.dtype)
+        return self.first(x) + self.second(x) + third
+
+
+def build(name):
+    torch.manual_seed(0)
+    if name == "two towers":
+        return TwoTowers().eval(), torch.randn(2, 3, 8, 8)
+    model = libraries.timm().create_model(name, num_classes=3, **TIMM[name])
+    size = TIMM[name].get("img_size", 240 if "crossvit" in name else 64)
+    return model.eval(), torch.randn(1, 3, size, size)
+
+
+def gradients(model, x):
+    return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["two towers", *TIMM])
+@pytest.mark.parametrize("kind", ["symmetric", "general"])
+def test_one_factorisation_per_width(name, kind, factorisations):
+    model, x = build(name)
+    handle = ot.reparameterize(model, "sharpen", kind, bounded=True)
+    widths = [attention.dim for attention in handle.attentions]
+    assert len(set(widths)) > 1
+    found = model(x), *gradients(model, x)
+    assert sorted(factorisations) == sorted((widths.count(width), width, width) for width in set(widths))
+    # A hook of its own on each spectrum: it is then evaluated where it is called, alone.
+    for attention in handle.attentions:
+        attention.spectrum.register_forward_hook(lambda *_: None)
+    factorisations.clear()
+    alone = model(x), *gradients(model, x)
+    assert len(factorisations) == len(widths)
+    torch.testing.assert_close(found, alone, rtol=0, atol=0)
