@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from kit import libraries
@@ -21,20 +23,24 @@ class TwoTowers(nn.Module):
         create = libraries.timm().create_model
         self.first = create("vit_tiny_patch16_224", embed_dim=16, depth=2, **sizes)
         self.second = create("vit_tiny_patch16_224", embed_dim=24, depth=3, **sizes)
-        self.third = create("vit_tiny_patch16_224", embed_dim=16, depth=1, **sizes).to(torch.bfloat16)
+        self.third = create("vit_tiny_patch16_224", embed_dim=16, depth=1, **sizes)
+
+    def double(self):
+        super().double()
+        self.third.float()
+        return self
 
     def forward(self, x):
-        third = self.third(x.to(torch.bfloat16)).to(x.dtype)
-        return self.first(x) + self.second(x) + third
+        return self.first(x) + self.second(x) + self.third(x.float())
 
 
 def build(name):
     torch.manual_seed(0)
     if name == "two towers":
-        return TwoTowers().eval(), torch.randn(2, 3, 8, 8)
+        return TwoTowers().double().eval(), torch.randn(2, 3, 8, 8).double()
     model = libraries.timm().create_model(name, num_classes=3, **TIMM[name])
     size = TIMM[name].get("img_size", 240 if "crossvit" in name else 64)
-    return model.eval(), torch.randn(1, 3, size, size)
+    return model.double().eval(), torch.randn(1, 3, size, size).double()
 
 
 def gradients(model, x):
@@ -46,14 +52,17 @@ def gradients(model, x):
 def test_one_factorisation_per_width(name, kind, factorisations):
     model, x = build(name)
     handle = ot.reparameterize(model, "sharpen", kind, bounded=True)
-    widths = [attention.dim for attention in handle.attentions]
-    assert len(set(widths)) > 1
+    groups = Counter((attention.dim, attention.spectrum.basis.dtype) for attention in handle.attentions)
+    assert len(groups) > 1
     found = model(x), *gradients(model, x)
-    assert sorted(factorisations) == sorted((widths.count(width), width, width) for width in set(widths))
+    assert sorted(factorisations) == sorted((count, dim, dim) for (dim, _), count in groups.items())
     # A hook of its own on each spectrum: it is then evaluated where it is called, alone.
     for attention in handle.attentions:
         attention.spectrum.register_forward_hook(lambda *_: None)
     factorisations.clear()
     alone = model(x), *gradients(model, x)
-    assert len(factorisations) == len(widths)
-    torch.testing.assert_close(found, alone, rtol=0, atol=0)
+    assert len(factorisations) == len(handle.attentions)
+    # A matrix alone may go to another kernel: equal to the rounding of the narrowest dtype, through all layers.
+    eps = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters())
+    bound = 100 * len(handle.attentions) * eps * max(each.abs().max() for each in alone)
+    assert all((ours - theirs).abs().max() <= bound for ours, theirs in zip(found, alone, strict=True))

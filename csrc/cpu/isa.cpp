@@ -125,8 +125,8 @@ std::atomic<int>& isa_in_use() {
   return isa;
 }
 
-std::atomic<const char*> last_op{""};
-std::atomic<const char*> last_level{""};
+thread_local const char* last_op = "";
+thread_local const char* last_level = "";
 
 }  // namespace
 
@@ -152,10 +152,10 @@ Isa vector_isa() {
 void set_isa(const std::string& name) { isa_in_use().store(static_cast<int>(parse_isa(name, "set_isa"))); }
 
 void note_kernel(const char* op, const char* level) {
-  last_op.store(op, std::memory_order_relaxed);
-  last_level.store(level, std::memory_order_relaxed);
+  last_op = op;
+  last_level = level;
 }
 
-std::string last_kernel() { return std::string(last_op.load()) + "/" + last_level.load(); }
+std::string last_kernel() { return std::string(last_op) + "/" + last_level; }
 
 }  // namespace overtone

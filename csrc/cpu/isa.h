@@ -32,7 +32,7 @@ const Kernels& for_current_isa(const Kernels* const (&table)[kVectorLevels]) {
   return *table[static_cast<int>(vector_isa())];
 }
 
-// The kernel that ran last in this process, as "op/level". Each level's translation unit names itself, so a
+// The kernel that ran last for this thread, as "op/level". Each level's translation unit names itself, so a
 // test that forces a level can assert that this level really ran.
 void note_kernel(const char* op, const char* level);
 std::string last_kernel();
