@@ -193,6 +193,23 @@ def test_converted_models(name, regime, inplace):
     assert_close(logits(model(*inputs)), wanted)
 
 
+def test_a_folded_model_generates_with_a_cache_of_keys_and_values():
+    transformers = libraries.transformers()
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+    ot.reparameterize(model, "sharpen")
+    words, mask = torch.randint(2, 50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    folded = ot.spectrum.fold(model)
+    wanted = model.generate(words, **options)
+    for use_cache in (True, False):
+        with Namespaces() as ops:
+            assert torch.equal(folded.generate(words, use_cache=use_cache, **options), wanted)
+        assert "overtone" not in ops.seen
+
+
 class Logits(nn.Module):
     def __init__(self, model):
         super().__init__()

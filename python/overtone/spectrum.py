@@ -30,7 +30,6 @@ __all__ = [
     "SymmetricSpectrum",
     "evaluate",
     "fold",
-    "folded",
     "guarantees",
     "make_spectrum",
     "plain_magnitude",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -70,18 +71,18 @@ class _Running(threading.local):
     """
 
     def __init__(self) -> None:
-        # By id, which torch.compile tells apart across graph breaks as it does not modules; the adapter is held with
-        # its spectrum, so that nothing else has its id.
-        self._given: dict[int, tuple[Adapter, Spectrum]] = {}
+        # By the id of the conversion and then of the adapter: torch.compile tells ids apart across graph breaks, as it
+        # does not modules. The adapter is held with its spectrum, so that nothing else has its id.
+        self._given: dict[int, dict[int, tuple[Adapter, Spectrum]]] = {}
 
-    def give(self, adapter: Adapter, spectrum: Spectrum) -> None:
-        self._given[id(adapter)] = (adapter, spectrum)
+    def give(self, batch: object, spectra: Iterable[tuple[Adapter, Spectrum]]) -> None:
+        self._given[id(batch)] = {id(adapter): (adapter, spectrum) for adapter, spectrum in spectra}
 
-    def take_back(self, adapter: Adapter) -> None:
-        self._given.pop(id(adapter), None)
+    def take_back(self, batch: object) -> None:
+        self._given.pop(id(batch), None)
 
     def spectrum(self, adapter: Adapter) -> Spectrum | None:
-        given = self._given.get(id(adapter))
+        given = self._given.get(id(adapter.batch), {}).get(id(adapter))
         return None if given is None else given[1]
 
 

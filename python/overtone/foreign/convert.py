@@ -237,31 +237,27 @@ class _BatchedSpectra:
                 "output_attentions: got True, wanted False: the fused attention never holds its matrix. Take "
                 "handle.attentions[layer].attention_weights(x), or handle.restore() first"
             )
-        adapters = self._adapters(model)
+        parts = list(model.modules())
+        own = [part for part in parts if isinstance(part, Adapter) and part.batch is self]
         # Blocks that are computed again in backward must do in both passes what they do: each evaluates its own.
-        spectra = [] if _recomputes(model) else evaluate_layers([adapter.core for adapter in adapters], self.cache)
-        for adapter, spectrum in zip(adapters, spectra, strict=False):
-            if spectrum is not None:
-                running.give(adapter, spectrum)
+        if not any(map(_recomputes, parts)):
+            spectra = evaluate_layers([adapter.core for adapter in own], self.cache)
+            running.give(
+                self, [(adapter, each) for adapter, each in zip(own, spectra, strict=True) if each is not None]
+            )
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        for adapter in self._adapters(model):
-            running.take_back(adapter)
-
-    def _adapters(self, model: nn.Module) -> list[Adapter]:
-        return [part for part in model.modules() if isinstance(part, Adapter) and part.batch is self]
+        running.take_back(self)
 
 
-def _recomputes(model: nn.Module) -> bool:
+def _recomputes(module: nn.Module) -> bool:
     """Whether gradient checkpointing is on, as Hugging Face, timm or PyTorch's own wrapper say it.
 
     Blocks that are checkpointed in another way find it out themselves, at the price of one factorisation more.
     """
-    names = ("gradient_checkpointing", "grad_checkpointing")
-    return any(
-        type(module).__name__ == "CheckpointWrapper" or any(getattr(module, name, False) for name in names)
-        for module in model.modules()
-    )
+    if type(module).__name__ == "CheckpointWrapper":
+        return True
+    return getattr(module, "gradient_checkpointing", False) or getattr(module, "grad_checkpointing", False)
 
 
 def _attention_layers(model: nn.Module) -> list[_Place]:

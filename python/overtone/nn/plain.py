@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from overtone import reference
 from overtone.nn.attention import SpectralAttention
 from overtone.nn.filters import DeEscalation, FeatScale
-from overtone.nn.linear import is_fusible
+from overtone.nn.linear import is_ordinary, is_plain
 from overtone.nn.mlp import Mlp
 from overtone.nn.norms import SignedLayerNorm
 from overtone.spectrum import folded
@@ -97,7 +97,7 @@ def _causal(attn_mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _packed_projection(layer: SpectralAttention, name: str) -> nn.Linear:
-    if not is_fusible(layer.qk):
+    if not (is_plain(layer.qk, nn.Linear) and is_ordinary(layer.qk.weight)):
         wanted = "an nn.Linear without hooks: merge or remove what was put around it first"
         raise TypeError(f"fold: model: got {type(layer.qk).__name__} as {name}.qk, wanted {wanted}".replace(" .", " "))
     weight = torch.cat((layer.qk.weight, layer.evaluate().basis_in.mT.to(layer.qk.weight.dtype)))
