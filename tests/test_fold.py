@@ -306,6 +306,10 @@ class Wrapper(nn.Module):
         return self.layer(x) + 1
 
 
+class Subclass(ot.nn.SpectralAttention):
+    """With a forward of its own, perhaps."""
+
+
 def test_what_cannot_be_folded_is_named():
     model = vit("sharpen")
     model.blocks[1].attn.qk = Wrapper(model.blocks[1].attn.qk)
@@ -315,6 +319,16 @@ def test_what_cannot_be_folded_is_named():
     hooked.qk.register_forward_hook(lambda module, args, y: 2 * y)
     with pytest.raises(TypeError, match=r"fold: model: got Linear as qk, wanted an nn.Linear without hooks"):
         ot.spectrum.fold(hooked)
+    for change in (
+        lambda model: model.blocks[2].attn.register_forward_hook(lambda *_: None),
+        lambda model: model.blocks[2].mlp.register_forward_pre_hook(lambda *_: None),
+        lambda model: setattr(model.blocks[2].attn, "__class__", Subclass),
+        lambda model: setattr(model.blocks[2].mlp, "forward", lambda x: x),
+    ):
+        model = vit("sharpen")
+        change(model)
+        with pytest.raises(TypeError, match=r"fold: model: got \w+ as blocks.2.\w+, wanted \w+ itself, without hooks"):
+            ot.spectrum.fold(model)
     with pytest.raises(TypeError, match="fold: model: got int, wanted an nn.Module"):
         ot.spectrum.fold(3)
     with pytest.raises(TypeError, match="fold: inplace: got int 1, wanted True or False"):

@@ -265,13 +265,11 @@ def _fold_all(module: nn.Module, name: str, done: dict[int, tuple[nn.Module, nn.
 
 @singledispatch
 def folded(module: nn.Module, name: str) -> nn.Module:
-    """A module's plain form; itself where it has none. `name`: its place in the model, for errors."""
+    """A module's plain form; itself where it has none. `name`: its place in the model, for errors.
+
+    overtone.nn.plain says what becomes of this package's modules.
+    """
     return module
-
-
-@folded.register
-def _(spectrum: SpectrumModule, name: str) -> nn.Module:
-    return FixedSpectrum(spectrum())
 
 
 class Guarantee(NamedTuple):

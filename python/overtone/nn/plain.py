@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from overtone.nn.filters import DeEscalation, FeatScale
 from overtone.nn.linear import is_ordinary, is_plain
 from overtone.nn.mlp import Mlp
 from overtone.nn.norms import SignedLayerNorm
-from overtone.spectrum import folded
+from overtone.spectrum import KINDS, FixedSpectrum, SpectrumModule, folded
 from overtone.types import Spectrum
 
 __all__ = ["PlainAttention", "PlainDeEscalation", "PlainFeatScale", "PlainMlp"]
@@ -148,33 +149,30 @@ class PlainFeatScale(FeatScale):
         return reference.frequency_filter(x, 1 + self.low, 1 + self.high, mask=mask, is_causal=is_causal)
 
 
-@folded.register
-def _(layer: SpectralAttention, name: str) -> nn.Module:
-    return PlainAttention(layer, name)
-
-
-@folded.register
-def _(layer: PlainAttention, name: str) -> nn.Module:
-    return layer
-
-
-@folded.register
-def _(mlp: Mlp, name: str) -> nn.Module:
-    return PlainMlp(mlp)
-
-
-@folded.register
-def _(module: DeEscalation, name: str) -> nn.Module:
-    return PlainDeEscalation(module.tau)
-
-
-@folded.register
-def _(module: FeatScale, name: str) -> nn.Module:
-    return PlainFeatScale(module)
-
-
-@folded.register
-def _(norm: SignedLayerNorm, name: str) -> nn.Module:
+def _plain_norm(norm: SignedLayerNorm) -> nn.LayerNorm:
     plain = nn.LayerNorm(norm.normalized_shape, eps=norm.eps, device="meta")
     plain.weight, plain.bias = nn.Parameter(norm.sign * norm.weight.abs()), norm.bias
     return plain
+
+
+def _replace(kind: type, plain: Callable[[Any, str], nn.Module], *exact: type) -> None:
+    """Have `fold` replace modules of this class, but no subclass, nor what has hooks: what they do would be lost."""
+    exact = exact or (kind,)
+
+    @folded.register(kind)
+    def replacement(module: nn.Module, name: str) -> nn.Module:
+        if not is_plain(module, *exact):
+            got = f"{type(module).__name__} as {name or 'the model'}"
+            wanted = " or ".join(each.__name__ for each in exact)
+            raise TypeError(f"fold: model: got {got}, wanted {wanted} itself, without hooks: they would be lost")
+        return plain(module, name)
+
+
+_replace(SpectralAttention, PlainAttention)
+_replace(Mlp, lambda mlp, _: PlainMlp(mlp))
+_replace(DeEscalation, lambda module, _: PlainDeEscalation(module.tau))
+_replace(FeatScale, lambda module, _: PlainFeatScale(module))
+_replace(SignedLayerNorm, lambda norm, _: _plain_norm(norm))
+_replace(SpectrumModule, lambda spectrum, _: FixedSpectrum(spectrum()), *KINDS.values())
+for _kind in (PlainAttention, PlainMlp, PlainDeEscalation, PlainFeatScale):
+    folded.register(_kind)(lambda module, name: module)
