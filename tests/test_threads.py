@@ -9,9 +9,11 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit import libraries
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import overtone as ot
@@ -231,6 +233,21 @@ class TestConverted:
         torch.testing.assert_close(found, alone[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(tuple(seen), alone[1:])
 
+    @pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp-blocks"])
+    def test_distributed_by_others_means(self, model, way, factorisations):
+        wanted, once = gradients(model, images()), len(factorisations)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            outer = _distributed(model, way)
+            factorisations.clear()
+            outer(images()).square().sum().backward()
+            found = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+            torch.testing.assert_close(found, list(wanted), rtol=1e-10, atol=1e-12)
+            # Sharded blocks hold their bases only while they run.
+            assert len(factorisations) == (len(model.blocks) if way == "fsdp-blocks" else 0) and once == 2
+        finally:
+            dist.destroy_process_group()
+
     @pytest.mark.parametrize("reentrant", [True, False])
     @pytest.mark.parametrize("way", ["wrapper", "own call", "timm"])
     def test_any_checkpointing_gives_the_same_gradients(self, model, way, reentrant):
@@ -283,6 +300,15 @@ class TestConverted:
         torch.testing.assert_close(gradients(compiled, x), grads)
         run_together(lambda: compiled(x), lambda: torch.testing.assert_close(compiled(x), wanted))
         assert factorisations == [(2, 16, 16)] and not running._given
+
+
+def _distributed(model, way):
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for block in model.blocks if way == "fsdp-blocks" else ():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 class _Break(nn.Module):
