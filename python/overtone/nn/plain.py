@@ -100,7 +100,7 @@ def _causal(attn_mask: Tensor, queries: int, keys: int) -> Tensor:
 def _packed_projection(layer: SpectralAttention, name: str) -> nn.Linear:
     if not (is_plain(layer.qk, nn.Linear) and is_ordinary(layer.qk.weight)):
         wanted = "an nn.Linear without hooks: merge or remove what was put around it first"
-        raise TypeError(f"fold: model: got {type(layer.qk).__name__} as {name}.qk, wanted {wanted}".replace(" .", " "))
+        raise TypeError(f"fold: model: got {_class_name(layer.qk)} as {f'{name}.qk'.lstrip('.')}, wanted {wanted}")
     weight = torch.cat((layer.qk.weight, layer.evaluate().basis_in.mT.to(layer.qk.weight.dtype)))
     return _linear(weight, None if layer.qk.bias is None else F.pad(layer.qk.bias, (0, layer.dim)))
 
@@ -108,6 +108,10 @@ def _packed_projection(layer: SpectralAttention, name: str) -> nn.Linear:
 def _output_projection(layer: SpectralAttention) -> nn.Linear:
     weight = layer.value_projection()[1].mT.to(layer.qk.weight.dtype)
     return _linear(weight, weight.new_zeros(layer.dim) if layer.bias is None else layer.bias)
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -162,7 +166,7 @@ def _replace(kind: type, plain: Callable[[Any, str], nn.Module], *exact: type) -
     @folded.register(kind)
     def replacement(module: nn.Module, name: str) -> nn.Module:
         if not is_plain(module, *exact):
-            got = f"{type(module).__name__} as {name or 'the model'}"
+            got = f"{_class_name(module)} as {name or 'the model'}"
             wanted = " or ".join(each.__name__ for each in exact)
             raise TypeError(f"fold: model: got {got}, wanted {wanted} itself, without hooks: they would be lost")
         return plain(module, name)
