@@ -399,3 +399,145 @@ class TestHowItRuns:
         wanted = module(tokens(torch.float32))
         with FlopCounterMode(display=False):
             assert torch.equal(module(tokens(torch.float32)), wanted)
+
+
+# Whole models: ours, and converted ones, whose layers are called `core.…`. Inputs are images or embedded words.
+
+
+def our_model(regime, dtype):
+    sizes = {"dim": DIM, "num_heads": HEADS, "depth": DEPTH}
+    model = ot.models.VisionTransformer(8, 4, 3, regime, norm="post", pool="mean", **sizes)
+    return model.to(dtype), lambda model: model.blocks[1].attn, torch.randn(2, 3, 8, 8)
+
+
+def timm_model(regime, dtype):
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": DIM, "depth": DEPTH, "num_heads": HEADS, "num_classes": 3}
+    model = libraries.timm().create_model("vit_tiny_patch16_224", **sizes).to(dtype)
+    ot.reparameterize(model, regime)
+    return model, lambda model: model.blocks[1].attn.core, torch.randn(2, 3, 8, 8)
+
+
+def hugging_face_model(name, find, inputs, **config):
+    def build(regime, dtype):
+        transformers = libraries.transformers()
+        model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**config)).to(dtype)
+        ot.reparameterize(model.eval(), regime)
+        return model, lambda model: find(model).core, inputs
+
+    return build
+
+
+MODELS = {
+    "ours": our_model,
+    "timm": timm_model,
+    "ViT": hugging_face_model(
+        "ViT", lambda model: model.layers[1].attention, torch.randn(2, 3, 8, 8), image_size=8, patch_size=4, **SIZES
+    ),
+    "BERT": hugging_face_model(
+        "Bert", lambda model: model.encoder.layer[1].attention.self, torch.randn(2, 5, DIM), vocab_size=9, **SIZES
+    ),
+    "GPT-2": hugging_face_model(
+        "GPT2", lambda model: model.h[1].attn, torch.randn(2, 5, DIM), vocab_size=9, n_embd=DIM, n_layer=DEPTH,
+        n_head=HEADS, bos_token_id=0, eos_token_id=1,
+    ),
+}  # fmt: skip
+# One kind of each way of being called; the others are known to be called by now.
+IN_MODELS = [
+    pytest.param(kind, marks=() if kind in ("forward_hook", "lora", "torchao_weight_only") else pytest.mark.slow)
+    for kind in ("forward_hook", "lora", "torchao_weight_only", "backward_hook", "wrapper", "pruning", "dynamic_int8")
+]
+
+
+def run_model(model, inputs):
+    """Images go in as they are, words embedded: two of their dimensions tell them apart."""
+    output = model(inputs) if inputs.dim() == 4 else model(inputs_embeds=inputs)
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+@pytest.mark.parametrize("kind", IN_MODELS)
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_call_what_is_in_a_layers_place(name, regime, kind):
+    dtype = torch.float32 if kind in QUANTISED else torch.float64
+
+    def build():
+        torch.manual_seed(2)
+        model, find, inputs = MODELS[name](regime, dtype)
+        for layer in find(model).children():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.5)  # so that what is done to it shows in the model's output
+        return model, find, inputs
+
+    find, inputs = build()[1:]
+    for place in places(regime):
+        if place == "spectrum" and kind not in FOR_SPECTRA:
+            continue
+        check_called(
+            lambda: build()[0], lambda model, calls, place=place: KINDS[kind](find(model), place, calls),
+            kind, run_model, inputs.to(dtype),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("lora", "dora")])
+@pytest.mark.parametrize("place", ["fc1", "fc2"])
+def test_the_mlp_calls_what_is_in_a_layers_place(kind, place):
+    dtype = torch.float32 if kind in QUANTISED else torch.float64
+
+    def build():
+        torch.manual_seed(2)
+        return Mlp(DIM, 32, dtype=dtype)
+
+    put = KINDS[kind]
+    check_called(build, lambda module, calls: put(module, place, calls), kind, lambda m, x: m(x), tokens(dtype))
+
+
+@pytest.mark.parametrize("name", ["ours", "timm"])
+@pytest.mark.parametrize("regime", REGIMES)
+class TestPeft:
+    """The library as it is used: on whole models."""
+
+    def wrapped(self, name, regime, **options):
+        torch.manual_seed(2)
+        peft = libraries.peft()
+        model, find, inputs = MODELS[name](regime, torch.float64)
+        targets = {"free": ["qkv", "proj"], "sharpen": ["qk"]}[regime]
+        # The patch embedding has a `proj` too.
+        pattern = rf"(.*\.(attn|core)\.({'|'.join(targets)})|.*\.fc[12]|head)"
+        options = {"r": 2, "init_lora_weights": False, "target_modules": pattern, **options}
+        return peft.get_peft_model(model, peft.LoraConfig(**options)).double(), find, inputs.double()
+
+    def test_training_reaches_every_adapter_and_nothing_else(self, name, regime):
+        model, _, inputs = self.wrapped(name, regime)
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        for name_, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name_]) != ("lora_" in name_), name_
+
+    def test_merged(self, name, regime):
+        model, find, inputs = self.wrapped(name, regime)
+        wanted = model.eval()(inputs)
+        merged = model.merge_and_unload()
+        assert all(type(part) is nn.Linear for part in find(merged).children() if hasattr(part, "weight"))
+        torch.testing.assert_close(merged(inputs), wanted)
+
+    def test_saved_and_loaded(self, name, regime, tmp_path):
+        peft = libraries.peft()
+        model, _, inputs = self.wrapped(name, regime)
+        model.save_pretrained(tmp_path)
+        torch.manual_seed(2)
+        again = peft.PeftModel.from_pretrained(MODELS[name](regime, torch.float64)[0], tmp_path).double()
+        torch.testing.assert_close(again.eval()(inputs), model.eval()(inputs))
+
+    def test_modules_to_save(self, name, regime):
+        if regime == "free":
+            return
+        model, find, inputs = self.wrapped(name, regime, target_modules=["qk"], modules_to_save=["spectrum"])
+        saved = find(model.base_model.model).spectrum.modules_to_save["default"]
+        before = model(inputs)
+        with torch.no_grad():
+            saved.raw_eigenvalues.mul_(2)
+        assert not torch.allclose(model(inputs), before)
+        model(inputs).sum().backward()
+        assert saved.basis.grad is not None and saved.raw_eigenvalues.grad is not None

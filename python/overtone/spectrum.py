@@ -83,8 +83,9 @@ class SpectrumModule(nn.Module):
         """Start at this basis [dim, dim] and these eigenvalues [dim], which must have the regime's sign."""
         size = self.sign * _wide(eigenvalues)
         if not size.is_meta and not bool((size >= 0).all()):
-            wanted = f"the sign of regime {self.regime!r} for all of them"
-            raise ValueError(f"{type(self).__name__}: eigenvalues: got {eigenvalues.tolist()}, wanted {wanted}")
+            low, high = eigenvalues.aminmax()
+            got, wanted = f"values from {low:.3g} to {high:.3g}", f"the sign of regime {self.regime!r} for all of them"
+            raise ValueError(f"{type(self).__name__}: eigenvalues: got {got}, wanted {wanted}")
         with torch.no_grad():
             self.basis.copy_(basis)
             self.raw_eigenvalues.copy_(self._raw(size))

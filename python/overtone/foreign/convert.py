@@ -158,13 +158,11 @@ class _Swap(NamedTuple):
         module, parent, adapter = self.place.module, self.place.parent, self.adapter
         setattr(parent, self.place.attribute, module)
         adapter.give_back(parent)
-        kept = set(adapter.modules())
-        for part in module.modules():
-            if part not in kept:
+        now, kept = _query_weight(adapter.core), set(adapter.modules())
+        for whole in (module, *self.linears):
+            whole.to(now.device, now.dtype)
+            for part in set(whole.modules()) - kept:
                 part.training = adapter.training
-        now = _query_weight(adapter.core)
-        for part in (module, *self.linears):
-            part.to(now.device, now.dtype)
         if learned is not None:
             adapters.write(self.linears, learned)
         adapters.set_trainable(self.linears, _trainable(adapter.core))

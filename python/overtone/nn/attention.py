@@ -69,6 +69,8 @@ class SpectralAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        dim = checks.count("SpectralAttention", "dim", dim)
+        num_heads = checks.count("SpectralAttention", "num_heads", num_heads)
         if dim % num_heads:
             raise ValueError(f"SpectralAttention: num_heads: got {num_heads}, wanted a divisor of dim = {dim}")
         self.regime = checks.one_of("SpectralAttention", "regime", regime, REGIMES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sized
 from numbers import Real
 
 import torch
@@ -14,9 +16,19 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def describe(value: object) -> str:
+    """What was given, in a few words: never the elements of an array."""
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    kind, text = type(value).__name__, repr(value)
+    if len(text) <= _LONGEST and not any(sign in text for sign in ("\n", "tensor(", "array(")):
+        return f"{kind} {text}"
+    if hasattr(value, "shape"):
+        return f"{kind} of shape {list(value.shape)}"
+    return f"{kind} of length {len(value)}" if isinstance(value, Sized) else kind
+
+
+# Characters of a value that an error shows.
+_LONGEST = 100
 
 
 def tokens(function: str, name: str, x: object) -> Tensor:
@@ -146,6 +158,19 @@ def matrices(function: str, name: str, A: object, *, square: bool = False) -> Te
 
 
 def one_of(function: str, name: str, value: object, wanted: tuple[str, ...]) -> str:
-    if value not in wanted:
-        raise ValueError(f"{function}: {name}: got {value!r}, wanted {' or '.join(map(repr, wanted))}")
-    return str(value)
+    if not isinstance(value, str) or value not in wanted:
+        got = repr(value) if isinstance(value, str) and len(value) <= _LONGEST else describe(value)
+        raise ValueError(f"{function}: {name}: got {got}, wanted {' or '.join(map(repr, wanted))}")
+    return value
+
+
+def count(function: str, name: str, value: object) -> int:
+    """An integer of at least 1, also numpy's."""
+    try:
+        number = None if isinstance(value, Tensor) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is not None and number >= 1:
+        return number
+    kind = TypeError if number is None else ValueError
+    raise kind(f"{function}: {name}: got {describe(value)}, wanted an integer of at least 1")
