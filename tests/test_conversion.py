@@ -124,7 +124,9 @@ def check_function_is_kept(model, run):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "mobilevit_xxs" else ()) for name in TIMM]
+)
 def test_timms_architectures(name):
     timm, small = libraries.timm(), TIMM[name]
     if small is None:
@@ -324,7 +326,9 @@ class TestRestoringDropsNothing:
                 converted.model, "restore: ", *words, convert=lambda _, w=weights: converted.handle.restore(w)
             )
 
-    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "without_bias"])
+    @pytest.mark.parametrize(
+        "kind", ["forward_hook", "own_forward", "wrapper", "lora", "parametrization", "torchao_dynamic"]
+    )
     def test_in_a_layer(self, regime, kind):
         for place in ("qkv", "proj") if regime == "free" else ("qk", "spectrum"):
             if place == "spectrum" and kind not in FOR_SPECTRA:
@@ -408,7 +412,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("way", [checkpointed_by_wrapper, checkpointed_by_hand, checkpointed_by_the_library])
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("family", [pytest.param("ViT", marks=pytest.mark.slow), "timm ViT", "BERT"])
 def test_checkpointed_blocks_have_the_same_gradients(family, way, use_reentrant):
     grads = []
     for recomputed in (False, True):

@@ -63,6 +63,9 @@ def reparameterize(
     values work; dropout of attention weights runs in plain PyTorch. output_attentions is refused: the fused op has no
     attention matrix. To load a saved converted model, convert a new one with the same arguments and load the
     state_dict.
+
+    A layer that holds an adapter, a quantised weight or a hook is refused by name, before the model is touched, and so
+    is an attention of another formula. What is frozen stays frozen.
     """
     checks.one_of(_NAME, "regime", regime, REGIMES)
     checks.one_of(_NAME, "start", start, STARTS)
