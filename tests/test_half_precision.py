@@ -18,6 +18,7 @@ from overtone.ops.checks import statistics_dtype
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = ("symmetric", "general")
 REGIMES = ("free", "sharpen", "smooth")
+LAYERS = [("free", "symmetric", False), *itertools.product(("sharpen", "smooth"), KINDS, (False, True))]
 SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 2}
 
 
@@ -39,9 +40,7 @@ def train(model, x):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(("regime", "kind", "bounded"), LAYERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_models_train(dtype, kind, regime, bounded, method):
     x = torch.randn(2, 3, 8, 8).to(dtype)
@@ -129,11 +128,7 @@ def written_out(x, named, regime, kind, bounded):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("regime", "kind", "bounded"),
-    [("free", "symmetric", False)]
-    + [(*each, bounded) for each in itertools.product(("sharpen", "smooth"), KINDS) for bounded in (False, True)],
-)
+@pytest.mark.parametrize(("regime", "kind", "bounded"), LAYERS)
 def test_as_exact_as_the_formula_written_out(dtype, regime, kind, bounded):
     draws = []
     for seed in range(4):
