@@ -229,7 +229,7 @@ def test_a_large_bias_over_several_blocks_of_keys(isa_level, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens", [17, 65, 197, 577])
+@pytest.mark.parametrize("tokens", [17, 65])
 def test_rows_that_are_equal_but_for_rounding_have_no_high_frequency(isa_level, dtype, tokens):
     """All values equal: every row of y is the same, whatever the softmax, but rounded on its own way there."""
     query, key, value, eigenvalues, basis, *_ = random_call(queries=tokens, keys=tokens, width=32, dtype=dtype)

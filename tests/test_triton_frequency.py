@@ -146,9 +146,9 @@ def case_equal_tokens_have_no_high_frequency(dtype, masked, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("share, is_zero", [(3.5, True), (4.5, False)])
+@pytest.mark.parametrize("share, is_zero", [(2.0, True), (3.0, False)])
 def case_the_limit_of_equal_tokens(dtype, share, is_zero):
-    """4 ε times ‖LFC‖, as on the CPU and in the reference."""
+    """2.5 ε times ‖LFC‖, as on the CPU and in the reference."""
     x = torch.tensor([[[1.0, share], [1.0, -share]]], dtype=dtype)
     x[..., 1] *= torch.finfo(dtype).eps
     for norms in (ot.frequency_norms(x, backend="triton"), ot.reference.frequency_norms(x)):

@@ -132,11 +132,15 @@ NormSums::NormSums(NormsForward& call)
 
 void NormSums::store(Tensor& low, Tensor& high) const {
   // Up to this share of ‖LFC‖, ‖HFC‖ is rounding (MATH §1): `rounding_share` of the reference.
-  const double share = 4 * (low.scalar_type() == ScalarType::Double ? std::numeric_limits<double>::epsilon()
-                                                                    : std::numeric_limits<float>::epsilon());
-  store_statistics(low, shape_.samples, [&](int64_t sample) { return norm(low_squared_, sample); });
+  const double share = 2.5 * (low.scalar_type() == ScalarType::Double ? std::numeric_limits<double>::epsilon()
+                                                                      : std::numeric_limits<float>::epsilon());
+  std::vector<double> low_norms(shape_.samples);
+  for (int64_t sample = 0; sample < shape_.samples; ++sample) {
+    low_norms[sample] = norm(low_squared_, sample);
+  }
+  store_statistics(low, shape_.samples, [&](int64_t sample) { return low_norms[sample]; });
   store_statistics(high, shape_.samples, [&](int64_t sample) {
-    const double low_norm = norm(low_squared_, sample);
+    const double low_norm = low_norms[sample];
     const double high_norm = norm(high_squared_, sample);
     return high_norm <= share * low_norm && std::isfinite(low_norm) ? 0.0 : high_norm;
   });
@@ -152,9 +156,10 @@ double NormSums::norm(const std::vector<double>& squared, int64_t sample) const 
   }
   double sum = 0;
   for (int64_t block = first; block < last; ++block) {
-    sum += squared[block] == 0 ? 0 : std::ldexp(squared[block], 2 * (exponents_[block] - unit));
+    const int shift = squared[block] == 0 ? 0 : 2 * (exponents_[block] - unit);
+    sum += shift == 0 ? squared[block] : std::ldexp(squared[block], shift);
   }
-  return sum == 0 ? 0 : std::ldexp(std::sqrt(sum), unit);
+  return unit == 0 || sum == 0 ? std::sqrt(sum) : std::ldexp(std::sqrt(sum), unit);
 }
 
 NormScales::NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high,

@@ -51,12 +51,12 @@ def frequency_components(x: Tensor, *, mask: Tensor | None = None, is_causal: bo
 
 
 def rounding_share(dtype: torch.dtype) -> float:
-    """The share of ‖LFC‖ up to which ‖HFC‖ of statistics in this dtype is rounding (MATH §1): 4 ε.
+    """The share of ‖LFC‖ up to which ‖HFC‖ of statistics in this dtype is rounding (MATH §1): 2.5 ε, five roundings.
 
-    Tokens that are equal but for the rounding of what made them reach 2.4 ε (attention's rows, 1025 keys). Of float32
+    Tokens that are equal but for the rounding of what made them reach 2.4 ε (the rows of attention). Of float32
     tokens it leaves HFC/LFC = 1e-6 alone.
     """
-    return 4 * torch.finfo(dtype).eps
+    return 2.5 * torch.finfo(dtype).eps
 
 
 def power_near_largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
