@@ -165,7 +165,7 @@ class TestCollapsedTokens:
     @pytest.mark.parametrize("share, is_zero", [(2.0, True), (3.0, False)])
     @pytest.mark.parametrize("scale", [1.0, 1024.0])
     def test_the_limit(self, isa_level, dtype, share, is_zero, scale):
-        """2.5 ε of the statistics' precision times ‖LFC‖: LFC is in one channel, HFC in another, which rounds nothing."""
+        """2.5 ε of the statistics' precision times ‖LFC‖: LFC and HFC are in a channel each, which rounds nothing."""
         eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
         signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(512)
         x = scale * torch.stack([torch.ones_like(signs), share * eps * signs], -1)[None]
