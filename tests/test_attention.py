@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import accuracy, compiling, repeat
+from kit.fixtures import ISA_LEVELS
 
 import overtone as ot
 from overtone.ops import attention
@@ -42,7 +43,7 @@ def random_call(
         key,
         value,
         random(features, dtype=wide),
-        random(features, channels, scale=features**-0.5),
+        random(features, channels, scale=max(features, 1) ** -0.5),
         random(batch, queries, channels) if residual else None,
         random_mask(mask, batch, heads, queries, keys, random, generator),
         random(heads, scale=0.3, dtype=wide) if gain else None,
@@ -175,6 +176,92 @@ def test_any_shape(poisoned_empty, batch, heads, queries, keys, width, channels,
         random_call(batch, heads, queries, keys, width, channels, dtype, mask, seed=seed) for seed in range(9)
     )
     check(args, is_causal=is_causal, more_draws=more)
+
+
+def sdpa(query, key, value, eigenvalues, basis, *, residual, attn_mask, head_gain, return_norms):
+    """Eager PyTorch around its own attention."""
+    heads = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
+    y = (heads.transpose(1, 2).flatten(2) * eigenvalues) @ basis
+    return y if residual is None else residual + y
+
+
+def biased_call(offset, logits, kind, seed=0, **options):
+    """Logits of this size, and a bias of order one on top of one that is common to all keys, or to all of a row."""
+    query, *args = random_call(mask="bias", residual=False, seed=seed, **options)
+    rows = torch.rand(args[5].shape[:-1] + (1,), generator=torch.Generator().manual_seed(seed)) if kind == "rows" else 1
+    bias = args[5].detach() + offset * rows
+    return (query.detach() * logits).requires_grad_(), *args[:5], bias.requires_grad_(), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["common", "rows"])
+def test_large_biases(isa_level, dtype, kind):
+    """A bias of order one on top of a common one loses no digits that PyTorch keeps."""
+    for offset in (-1e6, -1e4, 0.0, 1e4, 1e5, 1e6):
+        for logits in (0.0, 0.1, 1.0):
+            args, *more = (biased_call(offset, logits, kind, seed, dtype=dtype) for seed in range(3))
+            accuracy.check_against_truth(
+                as_call(ot.spectral_attention, False, backend="cpu"), as_call(sdpa, False), args, more_draws=more
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_larger_bias_of_keys_that_are_not_seen(isa_level, dtype):
+    """Of a causal row only the keys that it sees say how large its bias is."""
+    args, *more = (biased_call(0.0, 0.0, "common", seed, dtype=dtype) for seed in range(3))
+    with torch.no_grad():
+        for _, _, _, _, _, _, bias, _ in (args, *more):
+            bias += 1e6 * torch.ones_like(bias).triu(1)
+    accuracy.check_against_truth(
+        as_call(ot.spectral_attention, False, backend="cpu", is_causal=True),
+        as_call(ot.reference.spectral_attention, False, is_causal=True),
+        args,
+        more_draws=more,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_bias_over_several_blocks_of_keys(isa_level, dtype):
+    args, *more = (biased_call(1e5, 0.0, "rows", seed, batch=1, keys=600, dtype=dtype) for seed in range(3))
+    accuracy.check_against_truth(
+        as_call(ot.spectral_attention, False, backend="cpu"), as_call(sdpa, False), args, more_draws=more
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [17, 65])
+def test_rows_that_are_equal_but_for_rounding_have_no_high_frequency(isa_level, dtype, tokens):
+    """All values equal: every row of y is the same, whatever the softmax, but rounded on its own way there."""
+    query, key, value, eigenvalues, basis, *_ = random_call(queries=tokens, keys=tokens, width=32, dtype=dtype)
+    equal = value.detach()[:, :, :1].expand_as(value).clone().requires_grad_()
+    y, norms = ot.spectral_attention(query, key, equal, eigenvalues, basis, return_norms=True, backend="cpu")
+    assert (y != y[:, :1]).any(), "bit-equal rows prove nothing"
+    assert norms.high.tolist() == [0, 0]
+    gradients = torch.autograd.grad(norms.high.sum(), (query, key, equal, eigenvalues, basis))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("level", [*ISA_LEVELS, "amx_emulated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_nothing_of_anything_with_every_option(cpu_kernels, level, dtype):
+    """Empty batches, heads, queries, keys and channels give what they give in the reference."""
+    before = cpu_kernels.isa()
+    if level in ISA_LEVELS and level not in cpu_kernels.available_isas():
+        pytest.skip(f"this machine has no {level}")
+    cpu_kernels.set_isa(level)
+    try:
+        for empty in ("batch", "heads", "queries", "keys", "channels"):
+            for mask, gain, is_causal in itertools.product(("none", "bool", "bias"), (False, True), (False, True)):
+                sizes = {"batch": 2, "heads": 2, "queries": 3, "keys": 5, "width": 4, "channels": 6, empty: 0}
+                args = random_call(**sizes, mask=mask, gain=gain, residual=is_causal, dtype=dtype)
+                call = {"is_causal": is_causal, "scale": 0.5}
+                ours = accuracy.outputs_and_gradients(as_call(ot.spectral_attention, backend="cpu", **call), args)
+                plain = accuracy.outputs_and_gradients(as_call(ot.reference.spectral_attention, **call), args)
+                for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+                    torch.testing.assert_close(a, b, msg=f"no {empty}, {mask=}, {gain=}, {is_causal=}")
+    finally:
+        cpu_kernels.set_isa(before)
 
 
 class TestSpecialValues:

@@ -153,6 +153,19 @@ class TestSpecialValues:
         args[6] = (args[6].detach().float() + shift).requires_grad_()
         check(tuple(args), more_draws=draws(4, queries=17, keys=17, mask="bias"))
 
+    @pytest.mark.parametrize("offset", [-1e6, 1e4, 1e6])
+    @pytest.mark.parametrize("logits", [0.0, 1.0])
+    def test_large_biases(self, tile_level, offset, logits):
+        """A float32 bias of order one on top of a common one loses no digits that PyTorch keeps."""
+
+        def draw(seed):
+            args = list(bfloat16_call(mask="bias", seed=seed))
+            args[0] = (args[0].detach() * logits).requires_grad_()
+            args[6] = (args[6].detach().float() + offset).requires_grad_()
+            return tuple(args)
+
+        check(draw(0), more_draws=[draw(seed) for seed in range(1, 5)])
+
     def test_a_nan_query_stays_in_its_row(self, tile_level):
         args = list(bfloat16_call())
         args[0] = args[0].detach().clone()

@@ -140,6 +140,104 @@ class TestAlmostEqualTokens:
         torch.testing.assert_close(norms.high.double(), truth.high, rtol=1e-6, atol=0)
 
 
+def equal_tokens(dtype, count, channels=70, seed=0):
+    """Every token the same, of a random mantissa."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 1, channels, generator=generator, dtype=torch.float64).to(dtype)
+    return x.expand(2, count, channels).clone().requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestCollapsedTokens:
+    """Tokens that are equal, exactly or up to rounding: ‖HFC‖ and its gradient are zero, not noise of length one."""
+
+    @pytest.mark.parametrize("mask", ["none", "random"])
+    def test_equal_tokens(self, isa_level, dtype, mask):
+        for tokens in (*range(1, 8), *range(44, 52), 65, 103, 197, 577):
+            x = equal_tokens(dtype, tokens)
+            given_mask = mask_for(x.shape, mask)
+            norms = ot.frequency_norms(x, mask=given_mask, backend="cpu")
+            assert norms.high.tolist() == [0, 0], tokens
+            gradients = torch.autograd.grad(norms.high.sum() + ot.token_diversity(x, mask=given_mask).sum(), x)
+            assert not gradients[0].any(), tokens
+            assert not ot.de_escalate(x, mask=given_mask, backend="cpu").any(), tokens
+
+    @pytest.mark.parametrize("share, is_zero", [(2.0, True), (3.0, False)])
+    @pytest.mark.parametrize("scale", [1.0, 1024.0])
+    def test_the_limit(self, isa_level, dtype, share, is_zero, scale):
+        """2.5 ε of the statistics' precision times ‖LFC‖: LFC and HFC are in a channel each, which rounds nothing."""
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(512)
+        x = scale * torch.stack([torch.ones_like(signs), share * eps * signs], -1)[None]
+        x = x.to(dtype).requires_grad_()
+        norms = ot.frequency_norms(x, backend="cpu")
+        (gradient,) = torch.autograd.grad(norms.high.sum(), x)
+        plain = ot.reference.frequency_norms(x)
+        assert (norms.high.item() == 0) == (plain.high.item() == 0) == is_zero
+        assert gradient.double().norm().item() == pytest.approx(0 if is_zero else 1, abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    "dtype, exponents",
+    [
+        (torch.float32, (-100, -64, -33, -31, 31, 33, 64, 118)),
+        (torch.bfloat16, (-100, -64, 64, 118)),
+        (torch.float64, (-1000, -540, -258, -255, 255, 258, 540, 1000)),
+    ],
+)
+class TestScales:
+    """Norms are multiplied by what tokens are multiplied by, and their gradient does not change, over all exponents."""
+
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+    def test_norms(self, isa_level, dtype, exponents, layout):
+        x, _, _ = random_call((3, 9, 80), dtype, layout)
+        mask = mask_for(x.shape, "random")
+        call = norms_call(ot.frequency_norms, mask, backend="cpu")
+        norms, gradients = accuracy.outputs_and_gradients(call, (x,))
+        eps = torch.finfo(norms[0].dtype).eps
+        for exponent in exponents:
+            scaled = (x.detach() * 2.0**exponent).requires_grad_()
+            assert torch.equal(scaled.detach() * 2.0**-exponent, x.detach())
+            results, scaled_gradients = accuracy.outputs_and_gradients(call, (scaled,))
+            for norm, result in zip(norms, results, strict=True):
+                torch.testing.assert_close(result.double() * 2.0**-exponent, norm.double(), rtol=2 * eps, atol=0)
+            eps_of_gradient = torch.finfo(dtype).eps
+            torch.testing.assert_close(scaled_gradients[0], gradients[0], rtol=0, atol=2 * eps_of_gradient)
+
+    def test_a_gradient_far_from_one(self, isa_level, dtype, exponents):
+        """grad / norm alone would overflow or vanish; the gradient itself does not."""
+        x, _, _ = random_call((2, 9, 80), dtype)
+        unit = torch.autograd.grad(sum(map(torch.sum, ot.frequency_norms(x, backend="cpu"))), x)[0]
+        for exponent in exponents:
+            scaled = (x.detach() * 2.0**exponent).requires_grad_()
+            total = sum(map(torch.sum, ot.frequency_norms(scaled, backend="cpu")))
+            (gradient,) = torch.autograd.grad(total, scaled, total.new_tensor(2.0**-exponent))
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(gradient.double() * 2.0**exponent, unit.double(), rtol=0, atol=2 * eps)
+
+    def test_blocks_of_different_scale(self, isa_level, dtype, exponents):
+        """Sums of blocks are added in one unit, whatever each was taken in."""
+        x, _, _ = random_call((2, 9, 200), dtype)
+        for exponent in exponents:
+            mixed = x.detach().clone()
+            mixed[..., 64:128] *= 2.0**exponent
+            truth = ot.reference.frequency_norms(
+                mixed[..., 64:128] if exponent > 0 else mixed[..., [*range(64), *range(128, 200)]]
+            )
+            norms = ot.frequency_norms(mixed, backend="cpu")
+            torch.testing.assert_close(tuple(norms), tuple(truth), rtol=1e-6, atol=0)
+
+
+def test_a_norm_that_is_not_representable_is_infinite():
+    x = torch.full((1, 50, 80), 1e38).requires_grad_()
+    with torch.no_grad():
+        x[:, ::2] *= -1
+    norms = ot.frequency_norms(x, backend="cpu")
+    assert norms.high.item() == torch.inf and norms.low.item() == 0
+    assert ot.reference.frequency_norms(x).high.item() == torch.inf
+    assert ot.token_diversity(x).isnan().all(), "unknown, not 0 or 1"
+
+
 class TestSpecialValues:
     def test_equal_tokens_have_no_high_frequency_and_no_gradient_from_it(self):
         x = torch.full((2, 9, 33), 3.7).requires_grad_()

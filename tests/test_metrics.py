@@ -246,10 +246,45 @@ class TestOptions:
         args = randn(2, 4, 3).requires_grad_(), randn(2, 4, 3, seed=1).requires_grad_()
         assert gradcheck(m.escalation_rate, args)
 
-    def test_scale_does_not_matter(self, m):
-        x = randn(5, 4)
-        for name in NAMES:
-            torch.testing.assert_close(getattr(m, name)(1e6 * x), getattr(m, name)(x))
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("dtype, most", [(torch.float32, 118), (torch.bfloat16, 118), (torch.float64, 1000)])
+    def test_scale_does_not_matter(self, m, name, masked, dtype, most):
+        """Neither to the metric, nor, but for the factor it is divided by, to its gradient; over all exponents."""
+        mask = torch.tensor([True, True, False, True, True]) if masked else None
+        x = (randn(2, 5, 4) + 0.5).to(dtype)
+
+        def metric_and_gradient(x, function, other=()):
+            x.requires_grad_()
+            result = function(x, *other, mask=mask)
+            return result.detach(), torch.autograd.grad(result.sum(), x)[0].double()
+
+        function = getattr(m, name)
+        wanted, gradient = metric_and_gradient(x.clone(), function)
+        eps = torch.finfo(wanted.dtype).eps
+        for exponent in range(-most, most + 1, most // 5):
+            result, scaled_gradient = metric_and_gradient(x * 2.0**exponent, function)
+            torch.testing.assert_close(result, wanted, rtol=8 * eps, atol=8 * eps)
+            error = (scaled_gradient * 2.0**exponent - gradient).abs().max()
+            assert error <= 8 * torch.finfo(dtype).eps * gradient.abs().max(), exponent
+
+    @pytest.mark.parametrize("dtype, most", [(torch.float32, 118), (torch.float64, 1000)])
+    def test_scale_does_not_matter_to_the_escalation_rate(self, m, dtype, most):
+        x, y = randn(3, 8, 5, dtype=dtype), randn(3, 8, 5, dtype=dtype, seed=1) + 0.5
+        wanted = m.escalation_rate(x, y)
+        rtol = 8 * torch.finfo(dtype).eps
+        for exponent in (-most, -most // 2, most // 2, most):
+            factor = 2.0**exponent
+            for pair in ((factor * x, y), (x, factor * y), (factor * x, factor * y)):
+                torch.testing.assert_close(m.escalation_rate(*pair), wanted, rtol=rtol, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_collapsed_tokens_send_no_gradient_back(self, m, dtype):
+        for tokens in (48, 49, 103, 197):
+            x = randn(1, 1, 64).to(dtype).expand(1, tokens, 64).clone().requires_grad_()
+            for name in ("token_similarity", "token_diversity"):
+                (gradient,) = torch.autograd.grad(getattr(m, name)(x).sum(), x)
+                assert not gradient.any(), (name, tokens)
 
 
 class TestPublic:

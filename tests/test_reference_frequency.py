@@ -185,6 +185,33 @@ def test_norm_gradients_are_the_components_over_their_norms():
     assert gradgradcheck(lambda x: tuple(reference.frequency_norms(x)), (x,))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equal_tokens_have_no_high_frequency(dtype, masked):
+    for n in (*range(1, 70), 103, 197, 577):
+        x = tokens(2, 1, 33, dtype=dtype).expand(2, n, 33).clone().requires_grad_()
+        mask = shapes.random_mask((2, n), torch.Generator().manual_seed(n)) if masked else None
+        high = reference.frequency_norms(x, mask=mask).high
+        assert high.tolist() == [0, 0] and not torch.autograd.grad(high.sum(), x)[0].any(), n
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 118), (torch.float64, 1000)])
+def test_norms_at_every_scale(dtype, most):
+    """Multiplying by a power of two is exact, so norms are multiplied by it and their gradients are the same."""
+    x = tokens(2, 9, 7, dtype=dtype)
+
+    def norms_and_gradient(x):
+        x.requires_grad_()
+        norms = reference.frequency_norms(x)
+        return torch.stack(norms).detach(), torch.autograd.grad(norms.low.sum() + 0.3 * norms.high.sum(), x)[0]
+
+    norms, gradient = norms_and_gradient(x.clone())
+    for exponent in range(-most, most + 1, most // 10):
+        scaled_norms, scaled_gradient = norms_and_gradient(x * 2.0**exponent)
+        assert torch.equal(scaled_norms * 2.0**-exponent, norms), exponent
+        torch.testing.assert_close(scaled_gradient, gradient, rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_norm_gradients_are_zero_at_zero_norms():
     for x in (torch.zeros(4, 3), torch.ones(4, 3)):
         x.requires_grad_()

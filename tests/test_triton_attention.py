@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import accuracy, compiling, repeat
-from test_attention import ARGUMENTS, as_call, random_call
+from test_attention import ARGUMENTS, as_call, biased_call, random_call
 from triton_process import needs_triton, note_launches, run_cases
 
 import overtone as ot
@@ -250,6 +250,47 @@ def case_large_and_small_logits(factor):
         return (factor * query).requires_grad_(), key.requires_grad_(), *rest
 
     check(*(draw(*call) for call in random_calls(batch=1)), scale=0.3)
+
+
+@pytest.mark.parametrize(
+    "offset, logits, keys, is_causal", [(-1e6, 0.0, 37, False), (1e4, 1.0, 300, False), (1e6, 0.0, 20, True)]
+)
+def case_large_biases(form, offset, logits, keys, is_causal):
+    """A bias of order one on top of a common one loses no digits that PyTorch keeps; nor do keys that a row sees
+    for those that it does not."""
+    draws = [biased_call(offset, logits, "rows", seed, batch=1, queries=20, keys=keys) for seed in range(4)]
+    with torch.no_grad():
+        for _, _, _, _, _, _, bias, _ in draws if is_causal else ():
+            bias += 1e6 * torch.ones_like(bias).triu(1)
+    check(*draws, return_norms=False, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (20,), (9, 1), (1, 2, 1, 20)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def case_biases_of_any_shape(shape, is_causal):
+    *args, _, _ = random_call(batch=1, queries=9, keys=20)
+    bias = torch.randn(shape)
+    check((*args, bias, None), return_norms=False, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+def case_a_gain_without_keys(mask):
+    args = random_call(queries=5, keys=0, mask=mask, gain=True)
+    ours, plain = (
+        accuracy.outputs_and_gradients(as_call(function, False, **options), args)
+        for function, options in ((ot.spectral_attention, {"backend": "triton"}), (ot.reference.spectral_attention, {}))
+    )
+    for a, b in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def case_rows_that_are_equal_but_for_rounding_have_no_high_frequency(form):
+    query, key, value, eigenvalues, basis, *_ = random_call(batch=1, queries=40, keys=65)
+    equal = value.detach()[:, :, :1].expand_as(value).clone().requires_grad_()
+    y, norms = ot.spectral_attention(query, key, equal, eigenvalues, basis, return_norms=True, backend="triton")
+    assert (y != y[:, :1]).any(), "bit-equal rows prove nothing"
+    assert norms.high.tolist() == [0]
+    assert not torch.autograd.grad(norms.high.sum(), equal)[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

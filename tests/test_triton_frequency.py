@@ -135,6 +135,26 @@ def case_almost_equal_tokens(tokens, offset):
         assert (high - true_high).norm() <= 1e-4 * true_high.norm()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [3, 49, 103, 197, 1100])
+def case_equal_tokens_have_no_high_frequency(dtype, masked, tokens):
+    x = random_call((2, 1, 6), dtype)[0].detach().expand(2, tokens, 6).clone().requires_grad_()
+    high = ot.frequency_norms(x, mask=random_mask(x.shape) if masked else None, backend="triton").high
+    assert high.tolist() == [0, 0]
+    assert not torch.autograd.grad(high.sum(), x)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("share, is_zero", [(2.0, True), (3.0, False)])
+def case_the_limit_of_equal_tokens(dtype, share, is_zero):
+    """2.5 ε times ‖LFC‖, as on the CPU and in the reference."""
+    x = torch.tensor([[[1.0, share], [1.0, -share]]], dtype=dtype)
+    x[..., 1] *= torch.finfo(dtype).eps
+    for norms in (ot.frequency_norms(x, backend="triton"), ot.reference.frequency_norms(x)):
+        assert (norms.high.item() == 0) == is_zero
+
+
 @pytest.mark.parametrize("tokens, is_causal", [(9, False), (9, True), (1030, False)])
 def case_masked_tokens_are_not_read(tokens, is_causal):
     """NaN in masked tokens of x and of the gradient goes nowhere; their own gradient is zero."""

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from overtone.ops.checks import statistics_dtype
+from overtone.reference.frequency import rounding_share
 from overtone.triton_kernels import configs
 from overtone.triton_kernels.configs import Config
 from overtone.triton_kernels.frequency_causal import causal_adjoint_kernel, causal_filter_kernel, causal_gains_kernel
@@ -110,7 +111,7 @@ def _roots(low2: Tensor, high2: Tensor, low: Tensor, high: Tensor) -> None:
     samples, blocks = low2.shape
     launch(
         roots_kernel, (triton.cdiv(samples, configs.ROOTS.BT),),
-        low2, high2, low, high, samples, blocks,
+        low2, high2, low, high, rounding_share(low.dtype), samples, blocks,
         **configs.ROOTS.meta,
     )  # fmt: skip
 

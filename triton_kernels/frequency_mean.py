@@ -73,8 +73,8 @@ def norms_kernel(
 
 
 @triton.jit
-def roots_kernel(p_low2, p_high2, p_low, p_high, n_samples, n_blocks, BT: tl.constexpr, BC: tl.constexpr):
-    """The norms of BT samples from their blocks' shares, [samples, blocks]."""
+def roots_kernel(p_low2, p_high2, p_low, p_high, rounding, n_samples, n_blocks, BT: tl.constexpr, BC: tl.constexpr):
+    """The norms of BT samples from their blocks' shares, [samples, blocks]; ‖HFC‖ is zero up to rounding · ‖LFC‖."""
     o_s = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     m_s = o_s < n_samples
     b_low = tl.zeros([BT, BC], dtype=p_low.dtype.element_ty)
@@ -85,8 +85,11 @@ def roots_kernel(p_low2, p_high2, p_low, p_high, n_samples, n_blocks, BT: tl.con
         m_tile = m_s[:, None] & (o_c < n_blocks)[None, :]
         b_low += tl.load(p_low2 + o_tile, mask=m_tile, other=0.0)
         b_high += tl.load(p_high2 + o_tile, mask=m_tile, other=0.0)
-    tl.store(p_low + o_s, tl.sqrt(tl.sum(b_low, 1)), mask=m_s)
-    tl.store(p_high + o_s, tl.sqrt(tl.sum(b_high, 1)), mask=m_s)
+    b_low_norm = tl.sqrt(tl.sum(b_low, 1))
+    b_high_norm = tl.sqrt(tl.sum(b_high, 1))
+    is_rounding = (b_high_norm <= rounding * b_low_norm) & (b_low_norm < float("inf"))
+    tl.store(p_low + o_s, b_low_norm, mask=m_s)
+    tl.store(p_high + o_s, tl.where(is_rounding, 0.0, b_high_norm), mask=m_s)
 
 
 @triton.jit

@@ -121,10 +121,9 @@ int64_t query_block(const AttentionShape& shape, int64_t multiple) {
 // The norms of y, taken image by image.
 struct Norms {
   std::vector<int64_t> offsets;
-  std::vector<double> low_squared;
-  std::vector<double> high_squared;
   std::vector<int64_t> blocks_left;
   NormsForward call;
+  std::optional<NormSums> sums;
 
   Norms(const AttentionForward& attention, ElementType type, const Tensor& y) {
     const AttentionShape& shape = attention.shape;
@@ -134,16 +133,8 @@ struct Norms {
       offsets.push_back(attention.has_wide_image ? 0 : image * shape.queries * shape.channels);
     }
     call.x = {y.data_ptr(), shape.channels, 1, offsets.data()};
-    low_squared.resize(shape.batch * call.shape.blocks());
-    high_squared.resize(low_squared.size());
-    call.low_squared = low_squared.data();
-    call.high_squared = high_squared.data();
+    sums.emplace(call);
     blocks_left.assign(shape.batch, attention.blocks());
-  }
-
-  void store(Tensor& low, Tensor& high) const {
-    store_norms(low_squared, call.shape, low);
-    store_norms(high_squared, call.shape, high);
   }
 };
 
@@ -209,7 +200,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   }
   for_items(attention.items(), [&](WorkQueue& queue) { run.attention_forward(attention, queue); });
   if (need_norms) {
-    norms.store(low, high);
+    norms.sums->store(low, high);
   }
   return {y, low, high, wide_y, heads, softmax_rows};
 }
@@ -225,10 +216,7 @@ Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_lo
   call.type = element_type(y, op, "y");
   const std::vector<int64_t> offsets = leading_offsets(y, 1);
   call.x = {y.data_ptr(), y.stride(1), y.stride(2), offsets.data()};
-  const std::vector<double> low_scale = norm_scales(grad_low, low, call.shape.samples, op);
-  const std::vector<double> high_scale = norm_scales(grad_high, high, call.shape.samples, op);
-  call.low_scale = low_scale.data();
-  call.high_scale = high_scale.data();
+  const NormScales scales(grad_low, grad_high, low, high, call, op);
   call.plus = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
   Tensor total = torch::stable::new_empty(y, sizes_of(y));
   call.grad_x = total.data_ptr();

@@ -31,7 +31,7 @@ class TileBackwardWorker {
                  Scratch<BFloat16>::padded(query_block_ * key_block_)),
         sums_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kTileStrip * sums_ld_) +
               Scratch<float>::padded(output_ld_ * sums_ld_) + Scratch<float>::padded(query_block_ * output_ld_) +
-              3 * Scratch<float>::padded(query_block_)) {
+              4 * Scratch<float>::padded(query_block_)) {
     numbers_.clear();
     key_rows_ = numbers_.take(keys_ * width_ld_);
     value_rows_ = numbers_.take(keys_ * width_ld_);
@@ -52,6 +52,7 @@ class TileBackwardWorker {
     maxima_ = sums_.take(query_block_);
     inverses_ = sums_.take(query_block_);
     dots_ = sums_.take(query_block_);
+    biases_ = sums_.take(query_block_);
   }
 
   void run(int64_t item) {
@@ -123,6 +124,7 @@ class TileBackwardWorker {
       maxima_[i] = i < count ? softmax[2 * i] : 0.0F;
       inverses_[i] = i < count ? softmax[2 * i + 1] : 0.0F;
       dots_[i] = i < count ? row_dot(first_grad + i * features, heads + i * features) : 0.0F;
+      biases_[i] = i < count ? MaskRow<float>(call_.mask, image_, head_, query + i, shape_.keys).largest : 0.0F;
     }
   }
 
@@ -217,7 +219,7 @@ class TileBackwardWorker {
                              key * mask.key_stride;
       logits[i] *= factor;
       if (mask.bias != nullptr) {
-        logits[i] += static_cast<const float*>(mask.bias)[offset] * static_cast<float>(kLog2E);
+        logits[i] += (static_cast<const float*>(mask.bias)[offset] - biases_[i]) * static_cast<float>(kLog2E);
       }
       if ((mask.flags != nullptr && !mask.flags[offset]) || (mask.causal && key > query + i)) {
         logits[i] = kMinusInfinity<float>;
@@ -281,6 +283,7 @@ class TileBackwardWorker {
   float* maxima_;               // [queries]
   float* inverses_;             // [queries]
   float* dots_;                 // [queries]: rows of ∂heads · rows of heads
+  float* biases_;               // [queries]: what rows of the bias are lowered by
 };
 
 // ∂heads = G · weight, rounded to bfloat16, for a block of tokens.

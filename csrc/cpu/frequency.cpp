@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "cpu/frequency_norms.h"
@@ -11,6 +12,16 @@
 #include "cpu/tensor.h"
 
 namespace overtone {
+
+int tokens_exponent(double largest, bool is_float64) {
+  const int most =
+      (is_float64 ? std::numeric_limits<double>::max_exponent : std::numeric_limits<float>::max_exponent) - 2;
+  int exponent = 0;
+  if (std::isfinite(largest)) {
+    std::frexp(largest, &exponent);
+  }
+  return std::clamp(exponent, -most, most);
+}
 
 const FrequencyKernels& frequency_kernels() {
 #if defined(__x86_64__)
@@ -109,20 +120,73 @@ std::vector<double> load_statistics(const Tensor& statistics, int64_t count, con
 
 }  // namespace
 
-void store_norms(const std::vector<double>& squared, const FrequencyShape& shape, Tensor& norms) {
-  store_statistics(norms, shape.samples, [&](int64_t sample) {
-    const double* first = squared.data() + sample * shape.blocks();
-    return std::sqrt(std::accumulate(first, first + shape.blocks(), 0.0));
+NormSums::NormSums(NormsForward& call)
+    : shape_(call.shape),
+      low_squared_(shape_.samples * shape_.blocks()),
+      high_squared_(low_squared_.size()),
+      exponents_(low_squared_.size()) {
+  call.low_squared = low_squared_.data();
+  call.high_squared = high_squared_.data();
+  call.exponents = exponents_.data();
+}
+
+void NormSums::store(Tensor& low, Tensor& high) const {
+  // Up to this share of ‖LFC‖, ‖HFC‖ is rounding (MATH §1): `rounding_share` of the reference.
+  const double share = 2.5 * (low.scalar_type() == ScalarType::Double ? std::numeric_limits<double>::epsilon()
+                                                                      : std::numeric_limits<float>::epsilon());
+  std::vector<double> low_norms(shape_.samples);
+  for (int64_t sample = 0; sample < shape_.samples; ++sample) {
+    low_norms[sample] = norm(low_squared_, sample);
+  }
+  store_statistics(low, shape_.samples, [&](int64_t sample) { return low_norms[sample]; });
+  store_statistics(high, shape_.samples, [&](int64_t sample) {
+    const double low_norm = low_norms[sample];
+    const double high_norm = norm(high_squared_, sample);
+    return high_norm <= share * low_norm && std::isfinite(low_norm) ? 0.0 : high_norm;
   });
 }
 
-std::vector<double> norm_scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op) {
-  std::vector<double> scale = load_statistics(grad, samples, op);
-  const std::vector<double> norms = load_statistics(norm, samples, op);
-  for (int64_t i = 0; i < samples; ++i) {
-    scale[i] = norms[i] == 0 ? 0 : scale[i] / norms[i];
+// The root of a sample's sum over blocks, in units of the largest block's.
+double NormSums::norm(const std::vector<double>& squared, int64_t sample) const {
+  const int64_t first = sample * shape_.blocks();
+  const int64_t last = first + shape_.blocks();
+  int unit = std::numeric_limits<int>::min();
+  for (int64_t block = first; block < last; ++block) {
+    unit = squared[block] == 0 ? unit : std::max(unit, exponents_[block]);
   }
-  return scale;
+  double sum = 0;
+  for (int64_t block = first; block < last; ++block) {
+    const int shift = squared[block] == 0 ? 0 : 2 * (exponents_[block] - unit);
+    sum += shift == 0 ? squared[block] : std::ldexp(squared[block], shift);
+  }
+  return unit == 0 || sum == 0 ? std::sqrt(sum) : std::ldexp(std::sqrt(sum), unit);
+}
+
+NormScales::NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high,
+                       NormsBackward& call, const char* op)
+    : low_(load_statistics(grad_low, call.shape.samples, op)),
+      high_(load_statistics(grad_high, call.shape.samples, op)),
+      exponents_(low_.size()) {
+  const std::vector<double> low_norms = load_statistics(low, call.shape.samples, op);
+  const std::vector<double> high_norms = load_statistics(high, call.shape.samples, op);
+  const bool is_wide = call.type == ElementType::float64;
+  const double least = is_wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double most = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  const auto scale = [](double grad, double norm) { return norm == 0 ? 0 : grad / norm; };
+  const auto fits = [&](double grad, double norm) {
+    const double value = std::abs(scale(grad, norm));
+    return grad == 0 || norm == 0 || (value >= least && value <= most);
+  };
+  for (size_t i = 0; i < low_.size(); ++i) {
+    if (!fits(low_[i], low_norms[i]) || !fits(high_[i], high_norms[i])) {
+      exponents_[i] = tokens_exponent(std::max(low_norms[i], high_norms[i]), is_wide);
+    }
+    low_[i] = scale(low_[i], std::ldexp(low_norms[i], -exponents_[i]));
+    high_[i] = scale(high_[i], std::ldexp(high_norms[i], -exponents_[i]));
+  }
+  call.low_scale = low_.data();
+  call.high_scale = high_.data();
+  call.exponents = exponents_.data();
 }
 
 namespace {
@@ -136,10 +200,7 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  std::vector<double> low_squared(call.shape.samples * call.shape.blocks());
-  std::vector<double> high_squared(low_squared.size());
-  call.low_squared = low_squared.data();
-  call.high_squared = high_squared.data();
+  const NormSums sums(call);
   const auto& run = kernels(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_forward(call, begin, end); });
 
@@ -147,8 +208,7 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   leading.resize(leading.size() - 2);
   Tensor low = torch::stable::new_empty(x, leading, statistics_type(call.type));
   Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
-  store_norms(low_squared, call.shape, low);
-  store_norms(high_squared, call.shape, high);
+  sums.store(low, high);
   return {low, high};
 }
 
@@ -162,10 +222,7 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  const std::vector<double> low_scale = norm_scales(grad_low, low, call.shape.samples, op);
-  const std::vector<double> high_scale = norm_scales(grad_high, high, call.shape.samples, op);
-  call.low_scale = low_scale.data();
-  call.high_scale = high_scale.data();
+  const NormScales scales(grad_low, grad_high, low, high, call, op);
   Tensor grad_x = torch::stable::new_empty(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();
   const auto& run = kernels(op);

@@ -49,7 +49,8 @@ struct FrequencyShape {
   int64_t items() const { return samples * items_per_sample(); }
 };
 
-// Partial sums of the norms: [samples][blocks] of Σ_c n·mean_c² and Σ_c Σ_i (x_ic − mean_c)².
+// Partial sums of the norms: [samples][blocks] of Σ_c n·mean_c² and Σ_c Σ_i (x_ic − mean_c)². Where squares of the
+// tokens would overflow or vanish they are those of tokens · 2^-exponent.
 struct NormsForward {
   FrequencyShape shape;
   ElementType type;
@@ -57,9 +58,11 @@ struct NormsForward {
   TokenMask mask;
   double* low_squared = nullptr;
   double* high_squared = nullptr;
+  int* exponents = nullptr;
 };
 
 // grad_x = plus + low_scale · LFC[x] + high_scale · HFC[x], the scales being grad_norm / norm of each sample, or zero.
+// They are for tokens · 2^-exponent.
 struct NormsBackward {
   FrequencyShape shape;
   ElementType type;
@@ -67,6 +70,7 @@ struct NormsBackward {
   TokenMask mask;
   const double* low_scale = nullptr;   // [samples]
   const double* high_scale = nullptr;  // [samples]
+  const int* exponents = nullptr;      // [samples]
   const void* plus = nullptr;          // contiguous, of x's type; null adds nothing
   void* grad_x = nullptr;              // contiguous, of x's type
 };
@@ -97,6 +101,10 @@ struct FilterBackward {
   double* grad_low = nullptr;  // [samples][channels]
   double* grad_high = nullptr;
 };
+
+// The exponent e for which tokens · 2^-e, of which `largest` is the largest (or their norm), are near one; 2^±e is a
+// normal number of their type. Zero where `largest` is zero or not finite.
+int tokens_exponent(double largest, bool is_float64);
 
 // One level's kernels. Each does the work items [begin, end) of its call.
 struct FrequencyKernels {

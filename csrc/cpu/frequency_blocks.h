@@ -40,10 +40,20 @@ struct WideSum<float> {
     return lane < kLanes<double> ? lower[lane] : upper[lane - kLanes<double>];
   }
 
+  // The mean of `count` terms as value + rest, both float32. A division, not a product with 1 / count: of equal terms
+  // it gives just these.
+  OVERTONE_INLINE void mean(double count, Vector<float>& value, Vector<float>& rest) const {
+    split(lower / count, upper / count, value, rest);
+  }
+
   // The sum times `factor` as value + rest, both float32.
   OVERTONE_INLINE void scaled(double factor, Vector<float>& value, Vector<float>& rest) const {
-    const Vector<double> wide_lower = lower * factor;
-    const Vector<double> wide_upper = upper * factor;
+    split(lower * factor, upper * factor, value, rest);
+  }
+
+ private:
+  OVERTONE_INLINE static void split(Vector<double> wide_lower, Vector<double> wide_upper, Vector<float>& value,
+                                    Vector<float>& rest) {
     value = narrow_halves(wide_lower, wide_upper);
     Vector<double> value_lower;
     Vector<double> value_upper;
@@ -51,7 +61,6 @@ struct WideSum<float> {
     rest = narrow_halves(wide_lower - value_lower, wide_upper - value_upper);
   }
 
- private:
   OVERTONE_INLINE static Vector<double> widened(const float* p) {
 #if OVERTONE_VECTOR_BYTES == 64
     return _mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(p));
@@ -80,6 +89,17 @@ struct WideSum<double> {
   OVERTONE_INLINE Vector<double> lanes() const { return sum + error; }
 
   OVERTONE_INLINE double operator[](int lane) const { return sum[lane] + error[lane]; }
+
+  // The mean of `count` terms as value + rest, the rest from the division's exact remainder: equal terms give just
+  // these.
+  OVERTONE_INLINE void mean(double count, Vector<double>& value, Vector<double>& rest) const {
+    value = (sum + error) / count;
+    Vector<double> remainder;
+    for (int lane = 0; lane < kLanes<double>; ++lane) {
+      remainder[lane] = __builtin_fma(-value[lane], count, sum[lane]);
+    }
+    rest = (remainder + error) / count;
+  }
 
   OVERTONE_INLINE void scaled(double factor, Vector<double>& value, Vector<double>& rest) const {
     value = (sum + error) * factor;
@@ -168,6 +188,21 @@ struct BlockRows {
       sum.add(load(row, v));
     }
   }
+};
+
+// The same rows times a power of two, of whatever layout: for tokens whose squares would overflow or vanish.
+template <class T>
+struct ScaledRows {
+  using A = Accumulator<T>;
+  BlockRows<T, false> rows;
+  A factor;
+
+  ScaledRows(const Tokens& tokens, const ChannelBlock<A>& block, int exponent)
+      : rows(tokens, block), factor(std::ldexp(A{1}, -exponent)) {}
+
+  OVERTONE_INLINE Vector<A> load(int64_t row, int v) const { return rows.load(row, v) * factor; }
+  OVERTONE_INLINE void fetch_next_block(int64_t) const {}
+  OVERTONE_INLINE void add_to(WideSum<A>& sum, int64_t row, int v) const { sum.add(load(row, v)); }
 };
 
 // Rows of a contiguous [samples, N, C] output.
@@ -268,7 +303,7 @@ struct BlockMean {
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      sums[v].scaled(1.0 / static_cast<double>(std::max<int64_t>(count, 1)), value[v], rest[v]);
+      sums[v].mean(static_cast<double>(std::max<int64_t>(count, 1)), value[v], rest[v]);
     }
   }
 

@@ -9,12 +9,15 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-template <class T, bool kPacked>
-void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulator<T>>& block) {
-  using A = Accumulator<T>;
+// Σ_c n·mean_c² and Σ_c Σ_i (x_ic − mean_c)² of one block.
+struct BlockSquares {
+  double low;
+  double high;
+};
+
+template <class A, class Rows>
+OVERTONE_INLINE BlockSquares block_squares(const Rows& x, const ValidTokens& valid) {
   constexpr int kVectors = ChannelBlock<A>::kVectors;
-  const BlockRows<T, kPacked> x(call.x, block);
-  const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockMean<A> mean(x, valid);
 
   // Squares do not cancel: a few rows are added up in A before they go to the wide sum, which is slower.
@@ -38,9 +41,48 @@ void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulato
   for (int v = 0; v < kVectors; ++v) {
     low[v].add(mean.value[v] * mean.value[v]);
   }
+  return {sum_of_lanes<A>(low) * static_cast<double>(mean.count), sum_of_lanes<A>(high)};
+}
+
+// Whether a block's sum of squares in A has lost nothing: none of 2^30 terms overflowed, and those that vanished are
+// beyond its last bit.
+template <class A>
+bool kept_squares(double sum) {
+  constexpr int kLeast = std::numeric_limits<A>::min_exponent + std::numeric_limits<A>::digits + 30;
+  return std::isfinite(sum) && sum >= std::ldexp(1.0, kLeast);
+}
+
+template <class T, bool kPacked>
+Accumulator<T> largest_of_block(const BlockRows<T, kPacked>& x, const ValidTokens& valid) {
+  using A = Accumulator<T>;
+  Vector<A> largest{};
+  for (int64_t row = 0; row < valid.tokens; ++row) {
+    for (int v = 0; v < ChannelBlock<A>::kVectors && valid[row]; ++v) {
+      largest = larger<A>(largest, absolute<A>(x.load(row, v)));
+    }
+  }
+  return largest_lane<A>(largest);
+}
+
+template <class T, bool kPacked>
+void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulator<T>>& block) {
+  using A = Accumulator<T>;
+  const BlockRows<T, kPacked> x(call.x, block);
+  const ValidTokens valid(call.mask, call.shape, block.sample);
+  BlockSquares squares = block_squares<A>(x, valid);
+  int exponent = 0;
+  if (!kept_squares<A>(squares.low) || !kept_squares<A>(squares.high)) {
+    constexpr int kNear = std::numeric_limits<A>::max_exponent / 4;  // squares of these are kept
+    exponent = tokens_exponent(largest_of_block(x, valid), std::is_same_v<A, double>);
+    exponent = std::abs(exponent) <= kNear ? 0 : exponent;
+    if (exponent != 0) {
+      squares = block_squares<A>(ScaledRows<T>(call.x, block, exponent), valid);
+    }
+  }
   const int64_t slot = block.sample * call.shape.blocks() + block.index;
-  call.low_squared[slot] = sum_of_lanes<A>(low) * static_cast<double>(mean.count);
-  call.high_squared[slot] = sum_of_lanes<A>(high);
+  call.low_squared[slot] = squares.low;
+  call.high_squared[slot] = squares.high;
+  call.exponents[slot] = exponent;
 }
 
 // y = constant + high ⊙ (x − mean) with one value per channel: what every filter by the mean over all tokens comes to.
@@ -63,6 +105,9 @@ class RowMap {
       store_full<A>(high(v), values_.high + channel);
     }
   }
+
+  // Tokens are multiplied by this power of two before they are mapped.
+  void scale_tokens(A factor) { token_factor_ = factor; }
 
   // Channels [begin, end) of a sample; adds `plus`, laid out as `out`, where it is given.
   template <class T>
@@ -110,13 +155,14 @@ class RowMap {
 
   template <int kCount, class T>
   OVERTONE_INLINE void map(const Rows<T>& rows, int64_t begin, int64_t end) const {
-    const int64_t whole = rows.channel_stride == 1 ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
+    const bool is_direct = rows.channel_stride == 1 && token_factor_ == 1;
+    const int64_t whole = is_direct ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
     rows.plus == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
     for (int row = 0; row < kCount; ++row) {
       for (int64_t channel = whole; channel < end; channel += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
         const T* token = rows.token + row * rows.token_stride + channel * rows.channel_stride;
-        Vector<A> value = values_.at(channel).map(load(token, rows.channel_stride, lanes));
+        Vector<A> value = values_.at(channel).map(load(token, rows.channel_stride, lanes) * token_factor_);
         if (rows.plus != nullptr) {
           value += load(rows.plus + row * rows.channels + channel, 1, lanes);
         }
@@ -163,13 +209,18 @@ class RowMap {
 
   Scratch<A> memory_;
   ChannelValues values_;
+  A token_factor_ = 1;
 };
 
 template <class T, bool kPacked>
 void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumulator<T>>& block,
                           RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
-  const BlockMean<A> mean(BlockRows<T, kPacked>(call.x, block), ValidTokens(call.mask, call.shape, block.sample));
+  const ValidTokens valid(call.mask, call.shape, block.sample);
+  const int exponent = call.exponents[block.sample];
+  const BlockMean<A> mean = exponent == 0 ? BlockMean<A>(BlockRows<T, kPacked>(call.x, block), valid)
+                                          : BlockMean<A>(ScaledRows<T>(call.x, block, exponent), valid);
+  map.scale_tokens(std::ldexp(A{1}, -exponent));
   const A low_scale = static_cast<A>(call.low_scale[block.sample]);
   const A high_scale = static_cast<A>(call.high_scale[block.sample]);
   map.set(block, mean, [&](int) { return broadcast(low_scale); }, [&](int) { return broadcast(high_scale); });

@@ -11,11 +11,32 @@ namespace overtone {
 // Of the current ISA level.
 const FrequencyKernels& frequency_kernels();
 
-// [samples][blocks] of partial sums to norms.
-void store_norms(const std::vector<double>& squared, const FrequencyShape& shape, Tensor& norms);
+// What the norms' forward kernel leaves, block by block, and the norms of it.
+class NormSums {
+ public:
+  explicit NormSums(NormsForward& call);
+  void store(Tensor& low, Tensor& high) const;
 
-// grad / norm of every sample, and zero where the norm is zero.
-std::vector<double> norm_scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op);
+ private:
+  double norm(const std::vector<double>& squared, int64_t sample) const;
+
+  FrequencyShape shape_;
+  std::vector<double> low_squared_;
+  std::vector<double> high_squared_;
+  std::vector<int> exponents_;
+};
+
+// What the norms' backward kernel multiplies with: grad / norm of every sample, and zero where the norm is zero.
+class NormScales {
+ public:
+  NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high,
+             NormsBackward& call, const char* op);
+
+ private:
+  std::vector<double> low_;
+  std::vector<double> high_;
+  std::vector<int> exponents_;
+};
 
 // A few thousand elements per task hide the cost of waking a thread.
 template <class Body>

@@ -11,10 +11,31 @@ constexpr double kLog2E = 1.4426950408889634074;
 template <class A>
 constexpr A kMinusInfinity = -std::numeric_limits<A>::infinity();
 
-// What the mask does to one row of logits: adds the bias, and −inf where a key takes no part.
+// The largest of `count` numbers, zero where there is none above −inf.
+template <class A>
+A largest_bias(const A* bias, int64_t stride, int64_t count) {
+  A best = kMinusInfinity<A>;
+  int64_t j = 0;
+  if (stride == 1 && count >= kLanes<A>) {
+    Vector<A> largest = load_full(bias);
+    for (j = kLanes<A>; j + kLanes<A> <= count; j += kLanes<A>) {
+      largest = larger<A>(largest, load_full(bias + j));
+    }
+    best = largest_lane<A>(largest);
+  }
+  for (; j < count; ++j) {
+    best = std::max(best, bias[j * stride]);
+  }
+  return best == kMinusInfinity<A> ? A{0} : best;
+}
+
+// What the mask does to one row of logits: adds the bias, and −inf where a key takes no part. The bias is lowered by
+// its largest element, which softmax does not see: a large one times log2(e) would be rounded as coarsely as it is
+// large.
 template <class A>
 struct MaskRow {
   const A* bias = nullptr;
+  A largest = 0;
   const bool* flags = nullptr;
   int64_t key_stride = 0;
   int64_t visible;  // keys from here on are in the future
@@ -24,12 +45,13 @@ struct MaskRow {
     const int64_t offset = image * mask.batch_stride + head * mask.head_stride + query * mask.query_stride;
     bias = mask.bias == nullptr ? nullptr : static_cast<const A*>(mask.bias) + offset;
     flags = mask.flags == nullptr ? nullptr : mask.flags + offset;
+    largest = bias == nullptr ? A{0} : largest_bias(bias, key_stride, visible);
   }
 
   void apply(A* logits, int64_t first_key, int64_t count) const {
     if (bias != nullptr) {
       for (int64_t j = 0; j < count; ++j) {
-        logits[j] += bias[(first_key + j) * key_stride] * static_cast<A>(kLog2E);
+        logits[j] += (bias[(first_key + j) * key_stride] - largest) * static_cast<A>(kLog2E);
       }
     }
     if (flags != nullptr) {

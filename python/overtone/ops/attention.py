@@ -117,7 +117,7 @@ def _attend(
                 scale=scale, head_gain=head_gain, return_norms=return_norms,
             )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key), is_causal, scale, qkv)
+    call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key, is_causal), is_causal, scale, qkv)
     eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
     with transforms.without_autocast(query):
         if head_gain is None:
@@ -175,7 +175,8 @@ class _Call(NamedTuple):
     def _mean_of_values(self, eigenvalues: Tensor) -> Tensor:
         """concat_h(Π V_h) diag(eigenvalues) U, where Π averages over the keys that take part in the row."""
         if self.attn_mask is None and not self.is_causal:
-            mean = self.value.to(eigenvalues.dtype).mean(2).flatten(1)  # [B, H·D], the same for every row
+            total = self.value.to(eigenvalues.dtype).sum(2).flatten(1)  # [B, H·D], the same for every row
+            mean = total / max(self.value.shape[2], 1)  # without keys zero, as where all are masked
             return ((mean * eigenvalues) @ self.basis.to(eigenvalues.dtype))[:, None, :]
         mask = self.attn_mask
         if mask is not None and mask.dtype != torch.bool:
@@ -190,13 +191,32 @@ def _runs_on_triton(query: Tensor) -> bool:
     return device_backend(query) == "triton"
 
 
-def _kernel_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _kernel_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
     """The mask at full shape (strides 0 where it is broadcast): bool, or a bias of the statistics' dtype."""
     if attn_mask is None:
         return None
     if attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(checks.statistics_dtype(query.dtype))
+        if _runs_on_triton(query):
+            attn_mask = _lowered_bias(attn_mask, is_causal, query.shape[2])
     return attn_mask.expand(*query.shape[:3], key.shape[2])
+
+
+def _lowered_bias(bias: Tensor, is_causal: bool, queries: int) -> Tensor:
+    """The bias less the largest element of every row that the row sees, which softmax does not see.
+
+    A large bias times log2(e), as Triton's kernels take it, would be rounded as coarsely as it is large. The CPU's do
+    this on the way; on GPUs natural logits made some kernels spill.
+    """
+    bias = torch.atleast_1d(bias)
+    if 0 in (bias.shape[-1], queries):
+        return bias
+    seen = bias.detach()
+    if is_causal:
+        future = torch.ones(queries, seen.shape[-1], dtype=torch.bool, device=seen.device).triu(1)
+        seen = seen.masked_fill(future, -math.inf)
+    largest = seen.amax(-1, keepdim=True)
+    return bias - largest.masked_fill(largest == -math.inf, 0)
 
 
 _NAME = "spectral_attention"

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from overtone.reference.frequency import _blank, _widen, frequency_norms
+from overtone.reference.frequency import _blank, _widen, frequency_norms, power_near_largest
 from overtone.reference.linalg import eigvals
 from overtone.types import FrequencyNorms
 
@@ -42,12 +42,14 @@ def cosine_similarity(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
 
 def similarity_of_norms(norms: FrequencyNorms) -> Tensor:
-    low, total = norms.low.square(), _total(norms)
-    return torch.where(total > 0, low / _nonzero(total), 1)
+    low, high = _squares(norms)
+    total = low + high
+    return torch.where(total == 0, 1, low / _nonzero(total))
 
 
 def diversity_of_norms(norms: FrequencyNorms) -> Tensor:
-    return norms.high.square() / _nonzero(_total(norms))
+    low, high = _squares(norms)
+    return high / _nonzero(low + high)
 
 
 def cosine_of_norms(norms: FrequencyNorms, count: Tensor | int) -> Tensor:
@@ -61,6 +63,7 @@ def cosine_of_norms(norms: FrequencyNorms, count: Tensor | int) -> Tensor:
 def unit_tokens(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Every token divided by its length; zero tokens stay zero."""
     x = _blank(_widen(x), mask)
+    x = x / power_near_largest(x, (-1,))
     return x / _nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
 
@@ -101,8 +104,12 @@ def spectral_gap(attention: Tensor) -> Tensor:
     return 1 - moduli[..., 1] if attention.shape[-1] > 1 else torch.ones_like(moduli.sum(-1))
 
 
-def _total(norms: FrequencyNorms) -> Tensor:
-    return norms.low.square() + norms.high.square()
+def _squares(norms: FrequencyNorms) -> tuple[Tensor, Tensor]:
+    """low² and high² up to a common factor, which neither overflow nor vanish; nan where a norm is not finite."""
+    pair = torch.stack(norms, -1)
+    squares = (pair / power_near_largest(pair, (-1,))).square()
+    low, high = torch.where(pair.isfinite().all(-1, keepdim=True), squares, math.nan).unbind(-1)
+    return low, high
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -111,10 +118,12 @@ def _nonzero(x: Tensor) -> Tensor:
 
 
 def _finite_tokens(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Valid tokens, with zeros for samples that are not finite (no solver takes those), and which samples are."""
+    """Valid tokens over a power of two, which ranks do not see, and which samples are finite; zeros for the others (no
+    solver takes those)."""
     tokens = _blank(_widen(x), mask)
     finite = tokens.isfinite().all(-1).all(-1)
-    return torch.where(finite[..., None, None], tokens, 0), finite
+    tokens = torch.where(finite[..., None, None], tokens, 0)
+    return tokens / power_near_largest(tokens, (-2, -1)), finite
 
 
 def _gram(x: Tensor) -> Tensor:
