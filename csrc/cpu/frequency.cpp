@@ -30,8 +30,7 @@ const FrequencyKernels& kernels(const char* op) {
   return chosen;
 }
 
-FrequencyShape shape_of(const Tensor& x, const char* op) {
-  STD_TORCH_CHECK(x.dim() >= 2, op, ": x must have at least 2 dimensions [..., N, C], got ", x.dim());
+FrequencyShape shape_of(const Tensor& x) {
   FrequencyShape shape;
   shape.tokens = x.size(-2);
   shape.channels = x.size(-1);
@@ -47,7 +46,10 @@ struct TokensView {
   std::vector<int64_t> offsets;
   Tokens tokens;
 
-  explicit TokensView(const Tensor& x) : offsets(leading_offsets(x, x.dim() - 2)) {
+  TokensView(const Tensor& x, const char* name, const char* op) {
+    check_dims(x, 2, true, name, op);
+    element_type(x, op, name);
+    offsets = leading_offsets(x, x.dim() - 2);
     tokens.data = x.data_ptr();
     tokens.token_stride = x.stride(-2);
     tokens.channel_stride = x.stride(-1);
@@ -65,8 +67,7 @@ struct MaskView {
     }
     std::vector<int64_t> wanted = sizes_of(x);
     wanted.pop_back();
-    STD_TORCH_CHECK(given->scalar_type() == ScalarType::Bool && has_shape(*given, wanted) && given->is_cpu(), op,
-                    ": mask must be a bool CPU tensor of x's shape without channels");
+    check_tensor(*given, {wanted, ScalarType::Bool}, "mask", op);
     offsets = leading_offsets(*given, given->dim() - 1);
     mask.data = static_cast<const bool*>(given->data_ptr());
     mask.token_stride = given->stride(-1);
@@ -74,9 +75,9 @@ struct MaskView {
   }
 };
 
-ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* op) {
-  STD_TORCH_CHECK(has_shape(gain, {shape.channels}) && gain.scalar_type() == statistics_type(type) && gain.is_cpu(), op,
-                  ": gains must be CPU vectors over x's channels in the statistics' type");
+ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* name,
+                    const char* op) {
+  check_tensor(gain, {{shape.channels}, statistics_type(type)}, name, op);
   return {gain.data_ptr(), gain.stride(0)};
 }
 
@@ -95,10 +96,9 @@ void store_statistics(Tensor& out, int64_t count, const Store& value) {
   }
 }
 
-std::vector<double> load_statistics(const Tensor& statistics, int64_t count, const char* op) {
-  STD_TORCH_CHECK(statistics.is_contiguous() && statistics.is_cpu() && statistics.numel() == count, op,
-                  ": norms and their gradients must be contiguous CPU tensors with one value per sample");
-  std::vector<double> values(count);
+std::vector<double> load_statistics(const Tensor& statistics) {
+  const int64_t count = statistics.numel();
+  std::vector<double> values = buffer<double>(count);
   for (int64_t i = 0; i < count; ++i) {
     values[i] = statistics.scalar_type() == ScalarType::Double
                     ? static_cast<const double*>(statistics.data_ptr())[i]
@@ -116,10 +116,16 @@ void store_norms(const std::vector<double>& squared, const FrequencyShape& shape
   });
 }
 
-std::vector<double> norm_scales(const Tensor& grad, const Tensor& norm, int64_t samples, const char* op) {
-  std::vector<double> scale = load_statistics(grad, samples, op);
-  const std::vector<double> norms = load_statistics(norm, samples, op);
-  for (int64_t i = 0; i < samples; ++i) {
+std::vector<double> norm_scales(const Tensor& grad, const Tensor& norm, const Tensor& x, const char* name,
+                                const char* op) {
+  std::vector<int64_t> leading = sizes_of(x);
+  leading.resize(leading.size() - 2);
+  const Wanted wanted{leading, statistics_type(element_type(x, op, "x")), /*contiguous=*/true};
+  check_tensor(norm, wanted, name, op);
+  check_tensor(grad, wanted, (std::string("grad_") + name).c_str(), op);
+  std::vector<double> scale = load_statistics(grad);
+  const std::vector<double> norms = load_statistics(norm);
+  for (size_t i = 0; i < scale.size(); ++i) {
     scale[i] = norms[i] == 0 ? 0 : scale[i] / norms[i];
   }
   return scale;
@@ -129,15 +135,15 @@ namespace {
 
 std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask) {
   constexpr const char* op = "frequency_norms";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   NormsForward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  std::vector<double> low_squared(call.shape.samples * call.shape.blocks());
-  std::vector<double> high_squared(low_squared.size());
+  std::vector<double> low_squared = buffer<double>(count_or_fail(call.shape.samples, call.shape.blocks()));
+  std::vector<double> high_squared = buffer<double>(low_squared.size());
   call.low_squared = low_squared.data();
   call.high_squared = high_squared.data();
   const auto& run = kernels(op);
@@ -145,8 +151,8 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 
   std::vector<int64_t> leading = sizes_of(x);
   leading.resize(leading.size() - 2);
-  Tensor low = torch::stable::new_empty(x, leading, statistics_type(call.type));
-  Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
+  Tensor low = allocated(x, leading, statistics_type(call.type));
+  Tensor high = allocated(x, leading, statistics_type(call.type));
   store_norms(low_squared, call.shape, low);
   store_norms(high_squared, call.shape, high);
   return {low, high};
@@ -155,18 +161,18 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,
                                 std::optional<Tensor> mask) {
   constexpr const char* op = "frequency_norms_backward";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   NormsBackward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  const std::vector<double> low_scale = norm_scales(grad_low, low, call.shape.samples, op);
-  const std::vector<double> high_scale = norm_scales(grad_high, high, call.shape.samples, op);
+  const std::vector<double> low_scale = norm_scales(grad_low, low, x, "low", op);
+  const std::vector<double> high_scale = norm_scales(grad_high, high, x, "high", op);
   call.low_scale = low_scale.data();
   call.high_scale = high_scale.data();
-  Tensor grad_x = torch::stable::new_empty(x, sizes_of(x));
+  Tensor grad_x = allocated(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();
   const auto& run = kernels(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
@@ -175,17 +181,17 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
 
 Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor> mask, bool is_causal) {
   constexpr const char* op = "frequency_filter";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   FilterForward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.causal = is_causal;
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  call.low = gain_of(low, call.shape, call.type, op);
-  call.high = gain_of(high, call.shape, call.type, op);
-  Tensor y = torch::stable::new_empty(x, sizes_of(x));
+  call.low = gain_of(low, call.shape, call.type, "low", op);
+  call.high = gain_of(high, call.shape, call.type, "high", op);
+  Tensor y = allocated(x, sizes_of(x));
   call.y = y.data_ptr();
   const auto& run = kernels(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
@@ -208,34 +214,33 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
                                                              Tensor high, std::optional<Tensor> mask, bool is_causal,
                                                              bool need_x) {
   constexpr const char* op = "frequency_filter_backward";
-  const TokensView grad_tokens(grad_y);
+  const TokensView grad_tokens(grad_y, "grad_y", op);
   const MaskView valid(mask, grad_y, op);
   FilterBackward call;
-  call.shape = shape_of(grad_y, op);
+  call.shape = shape_of(grad_y);
   call.type = element_type(grad_y, op, "grad_y");
   call.causal = is_causal;
   call.grad_y = grad_tokens.tokens;
   call.mask = valid.mask;
-  call.low = gain_of(low, call.shape, call.type, op);
-  call.high = gain_of(high, call.shape, call.type, op);
+  call.low = gain_of(low, call.shape, call.type, "low", op);
+  call.high = gain_of(high, call.shape, call.type, "high", op);
   const std::vector<int64_t> nothing{0};
-  Tensor grad_x = torch::stable::new_empty(grad_y, need_x ? sizes_of(grad_y) : nothing);
+  Tensor grad_x = allocated(grad_y, need_x ? sizes_of(grad_y) : nothing);
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
 
   const bool need_gains = x.has_value();
   const ScalarType gain_type = statistics_type(call.type);
   const std::vector<int64_t> gain_shape = need_gains ? std::vector<int64_t>{call.shape.channels} : nothing;
-  Tensor grad_low = torch::stable::new_empty(grad_y, gain_shape, gain_type);
-  Tensor grad_high = torch::stable::new_empty(grad_y, gain_shape, gain_type);
+  Tensor grad_low = allocated(grad_y, gain_shape, gain_type);
+  Tensor grad_high = allocated(grad_y, gain_shape, gain_type);
   std::vector<double> low_sums;
   std::vector<double> high_sums;
-  const TokensView x_tokens(need_gains ? *x : grad_y);
+  check_tensor(x, {sizes_of(grad_y), grad_y.scalar_type()}, "x", op);
+  const TokensView x_tokens(need_gains ? *x : grad_y, "x", op);
   if (need_gains) {
-    STD_TORCH_CHECK(x->is_cpu() && has_shape(*x, sizes_of(grad_y)) && x->scalar_type() == grad_y.scalar_type(), op,
-                    ": x must have grad_y's device, shape and dtype");
     // One element more than needed: the pointers say "wanted", also when there are no channels.
-    low_sums.resize(call.shape.samples * call.shape.channels + 1);
-    high_sums.resize(low_sums.size());
+    low_sums = buffer<double>(count_or_fail(call.shape.samples, call.shape.channels) + 1);
+    high_sums = buffer<double>(low_sums.size());
     call.x = x_tokens.tokens;
     call.grad_low = low_sums.data();
     call.grad_high = high_sums.data();
@@ -253,8 +258,8 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("frequency_norms", TORCH_BOX(&overtone::frequency_norms));
-  m.impl("frequency_norms_backward", TORCH_BOX(&overtone::frequency_norms_backward));
-  m.impl("frequency_filter", TORCH_BOX(&overtone::frequency_filter));
-  m.impl("frequency_filter_backward", TORCH_BOX(&overtone::frequency_filter_backward));
+  OVERTONE_IMPL(m, frequency_norms);
+  OVERTONE_IMPL(m, frequency_norms_backward);
+  OVERTONE_IMPL(m, frequency_filter);
+  OVERTONE_IMPL(m, frequency_filter_backward);
 }
