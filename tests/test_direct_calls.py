@@ -47,7 +47,7 @@ LARGE = 1 << 22
 OUT_OF_MEMORY = {
     "frequency_filter": lambda: ot.frequency_filter(huge(LARGE, LARGE), 0.5, 1.0),
     "spectral_attention": lambda: ot.spectral_attention(*(huge(1, 1, LARGE, 1),) * 3, torch.ones(1), huge(1, LARGE)),
-    "eigh_ex": lambda: ot.linalg.eigh(huge(LARGE, LARGE)),
+    "eigh": lambda: ot.linalg.eigh(huge(LARGE, LARGE)),
     "qr": lambda: ot.linalg.qr(huge(LARGE, LARGE)),
     "linear": lambda: linear.linear(huge(LARGE, 1), huge(LARGE, 1), None),
     "mlp": lambda: linear.mlp(huge(LARGE, 1), huge(1, 1), huge(1).contiguous(), huge(LARGE, 1), torch.ones(LARGE)),

@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
     const auto& run = kernels(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
     if (row_stochastic || is_for_lanes(call, groups)) {
-      const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
+      const int64_t grain = std::max<int64_t>(1, 4096 / call.n / call.n / call.n);  // n³ may be beyond all integers
       for_items(groups, [&](WorkQueue& queue) { run.eig(call, queue); }, grain);
     } else {
       note_kernel(op, "lapack");
@@ -79,4 +79,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
 }  // namespace
 }  // namespace overtone
 
-STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) { OVERTONE_IMPL(m, eig_ex); }
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) { OVERTONE_IMPL_AS(m, eig_ex, "eig"); }

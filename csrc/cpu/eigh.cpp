@@ -28,7 +28,7 @@ const EighKernels& kernels(const char* op) {
 // the cost of waking a thread.
 template <class Work>
 void for_matrices(int64_t count, int64_t per_item, int64_t n, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / (per_item * n * n * n));
+  const int64_t grain = std::max<int64_t>(1, 32768 / per_item / n / n / n);  // n³ may be beyond all integers
   parallel_ranges((count + per_item - 1) / per_item, grain, work);
 }
 
@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
                  [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
     note_kernel(op, "lapack");
-    solve_by_lapack(call, a);
+    solve_by_lapack(call, run, a);
   }
   return {out_values, torch::stable::transpose(out_vectors, -2, -1), info};
 }
@@ -123,6 +123,6 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  OVERTONE_IMPL(m, eigh_ex);
+  OVERTONE_IMPL_AS(m, eigh_ex, "eigh");
   OVERTONE_IMPL(m, eigh_backward);
 }

@@ -3,6 +3,7 @@
 #include "cpu/qr.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
 
 #include "cpu/isa.h"
@@ -22,15 +23,20 @@ const QrKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Items per task, so that a task is worth waking a thread for.
-int64_t grain(int64_t flops_per_item) {
-  constexpr int64_t kFlopsPerTask = 200000;
-  return std::max<int64_t>(1, kFlopsPerTask / std::max<int64_t>(1, flops_per_item));
+// Items per task, so that a task is worth waking a thread for. The operations of an item, which may be more than
+// integers count, come as factors.
+int64_t grain(std::initializer_list<int64_t> flops_per_item) {
+  int64_t items = 200000;
+  for (const int64_t factor : flops_per_item) {
+    items /= std::max<int64_t>(1, factor);
+  }
+  return std::max<int64_t>(1, items);
 }
 
 std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
   constexpr const char* op = "qr";
   check_matrices(a, /*square=*/false, "A", op);
+  check_fits(complete ? a.size(-2) : 0, a.size(-2));
   const MatricesView matrices(a);
   QrForward call;
   call.type = element_type(a, op, "A");
@@ -53,8 +59,9 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
   call.info = static_cast<int32_t*>(info.data_ptr());
   const auto& run = kernels(op);
   if (call.items() > 0) {
-    const int64_t flops = 4 * call.rows * call.columns * call.r_rows * (call.is_small() ? kQrGroup : 1);
-    parallel_ranges(call.items(), grain(flops), [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
+    const int64_t matrices_per_item = call.is_small() ? kQrGroup : 1;
+    parallel_ranges(call.items(), grain({4, call.rows, call.columns, call.r_rows, matrices_per_item}),
+                    [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
   }
   return {q, r, info};
 }
@@ -93,7 +100,7 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
   std::vector<int32_t> singular = buffer<int32_t>(count);
   call.singular = singular.data();
   const auto& run = kernels(op);
-  parallel_ranges(count, grain(6 * call.rows * call.columns * call.columns),
+  parallel_ranges(count, grain({6, call.rows, call.columns, call.columns}),
                   [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   const auto bad = std::find(singular.begin(), singular.end(), 1);
   if (bad != singular.end()) {

@@ -35,5 +35,7 @@ struct Guarded<name, function> {
 
 }  // namespace overtone
 
-#define OVERTONE_IMPL(library, name) \
-  (library).impl(#name, TORCH_BOX((&overtone::Guarded<#name, &overtone::name>::call)))
+#define OVERTONE_IMPL(library, name) OVERTONE_IMPL_AS(library, name, #name)
+// `shown`: what errors call it.
+#define OVERTONE_IMPL_AS(library, name, shown) \
+  (library).impl(#name, TORCH_BOX((&overtone::Guarded<shown, &overtone::name>::call)))

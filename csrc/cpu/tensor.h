@@ -102,6 +102,14 @@ inline void check_dims(const Tensor& tensor, int64_t dims, bool or_more, const c
   }
 }
 
+// Larger matrices are out of memory on any machine, and the operations on them beyond all integers.
+inline void check_fits(int64_t rows, int64_t columns) {
+  constexpr int64_t kMostElements = int64_t{1} << 44;
+  if (rows > 0 && columns > kMostElements / rows) {
+    throw OutOfMemory(count_or_fail(count_or_fail(rows, columns), sizeof(float)));
+  }
+}
+
 // [..., n, n], float32 or float64, as the solvers take them.
 inline void check_matrices(const Tensor& tensor, bool square, const char* name, const char* op) {
   check_dims(tensor, 2, true, name, op);
@@ -110,6 +118,7 @@ inline void check_matrices(const Tensor& tensor, bool square, const char* name, 
     fail(op, name, ": got ", wanted_text(sizes_of(tensor), type, false, true), ", wanted float32 or float64 ",
          square ? "[..., n, n]" : "[..., m, n]");
   }
+  check_fits(tensor.size(-2), tensor.size(-1));
 }
 
 // A vector whose length grows with the input.
