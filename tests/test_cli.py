@@ -53,6 +53,13 @@ def test_a_backend_that_cannot_run_is_one_line_and_status_2(capsys):
     assert len(error.splitlines()) == 1
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"overtone {ot.__version__}\n"
+
+
 def test_python_m_overtone_is_the_same_command():
     result = subprocess.run([sys.executable, "-m", "overtone", "--help"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("usage: overtone ")
@@ -64,6 +71,15 @@ def test_a_reader_that_stops_early_is_no_error(monkeypatch, buffering):
     command = f"'{sys.executable}' -m overtone info | true"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_an_output_that_has_no_room_is_one_line(monkeypatch, buffering):
+    monkeypatch.setenv("PYTHONUNBUFFERED", buffering)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "overtone", "info"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "overtone info: No space left on device\n")
 
 
 def test_info_as_json(capsys, monkeypatch):

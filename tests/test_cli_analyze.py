@@ -122,5 +122,7 @@ def test_a_run_without_the_package_that_reads_it_says_so(tmp_path, monkeypatch):
 def test_synthetic_inputs_are_repeatable():
     images, words = Images(1, 4, 5), Words(10, 6)
     assert torch.equal(sources.synthetic(images, 2), sources.synthetic(images, 2))
-    assert sources.synthetic(words, 3, tokens=99).shape == (3, 6)
+    assert sources.synthetic(words, 3).shape == sources.synthetic(words, 3, tokens=6).shape == (3, 6)
+    with pytest.raises(sources.SourceError, match="--tokens: got 7, wanted at most 6, the model's longest sequence"):
+        sources.synthetic(words, 3, tokens=7)
     assert not torch.equal(sources.synthetic(images, 2), sources.synthetic(images, 2, seed=1))

@@ -10,8 +10,11 @@ import torch
 from overtone import reference
 from overtone.analysis import Dominance, Eigenvalues, Verdict, dominance, eigenvalues, spectral_dominance
 from overtone.analysis.spectral_dominance import enclosing_disk
+from overtone.reference.enclosures import enclosed_eigenvalues, reference_solver
 
 F64 = torch.float64
+FLOATS = [torch.float32, F64, torch.bfloat16, torch.float16]
+DIGITS = 60
 
 
 def generator(seed):
@@ -228,3 +231,262 @@ def test_a_lower_matmul_precision_widens_to_float64():
         assert (enclosing_disk(a, 3).radius < with_float32_rounding).all()
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def exact_eigenvalues(rows):
+    """Of a square matrix of mpmath numbers, given as rows."""
+    mpmath = pytest.importorskip("mpmath", reason="needs mpmath for eigenvalues beyond float64")
+    if len(rows) == 1:
+        return [rows[0][0]]
+    if len(rows) == 2:
+        (a, b), (c, d) = rows
+        root = mpmath.sqrt(mpmath.mpc(((a - d) / 2) ** 2 + b * c))
+        return [(a + d) / 2 + root, (a + d) / 2 - root]
+    return list(mpmath.eig(mpmath.matrix(rows), left=False, right=False))
+
+
+def exact_others(a):
+    """The eigenvalues but the Perron one of A with each row divided by its sum. Equal rows count once: A has a zero for
+    each that another one equals, and the rest acts on their classes."""
+    mpmath = pytest.importorskip("mpmath", reason="needs mpmath for eigenvalues beyond float64")
+    rows = [tuple(row) for row in a.double().tolist()]
+    kinds = sorted(set(rows))
+    columns = [[j for j, row in enumerate(rows) if row == kind] for kind in kinds]
+    with mpmath.workdps(DIGITS):
+        quotient = []
+        for kind in kinds:
+            whole = mpmath.fsum(kind)
+            quotient.append([mpmath.fsum(kind[j] for j in places) / whole for places in columns])
+        # Modulo vectors that are equal on all tokens.
+        inner = [[row[j] - quotient[0][j] for j in range(1, len(kinds))] for row in quotient[1:]]
+        return [mpmath.mpf(0)] * (len(rows) - len(kinds)) + (exact_eigenvalues(inner) if inner else [])
+
+
+def true_margins(others, h):
+    """For every case, from `exact_others` of each A and H [B, d, d], to sixty digits."""
+    mpmath = pytest.importorskip("mpmath", reason="needs mpmath for eigenvalues beyond float64")
+    margins = []
+    with mpmath.workdps(DIGITS):
+        for z, weight in zip(others, h.double().tolist(), strict=True):
+            values = exact_eigenvalues([[mpmath.mpf(x) for x in row] for row in weight])
+            margins.append(max(abs(1 + x) for x in values) - max(abs(1 + x * y) for x in values for y in z))
+    return margins
+
+
+def assert_certain(result, truths):
+    """No verdict is wrong, every true margin is within the error, and no error is negative or nan."""
+    assert (result.error >= 0).all()
+    for verdict, margin, error, truth in zip(*(field.tolist() for field in result), truths, strict=True):
+        assert verdict != Verdict.INVALID
+        assert abs(truth - margin) <= error, (verdict, margin, error, float(truth))
+        assert verdict != Verdict.PERRON or truth > 0, (margin, error, float(truth))
+        assert verdict != Verdict.OTHER or truth < 0, (margin, error, float(truth))
+
+
+def few_kinds_of_rows(kind, count, n, seed):
+    """Attention [count, n, n] in float64 with two or three kinds of rows, so that its eigenvalues are quickly exact."""
+    g = generator(seed)
+    size = 10 ** (6 * torch.rand(count, 1, 1, generator=g, dtype=F64) - 5)
+    logits = torch.randn(count, min(n, 3), n, generator=g, dtype=F64)
+    rows = (size * logits).softmax(-1)
+    if kind == "pair":  # of tokens in uniform attention, as near to it as can be told
+        rows = torch.full_like(rows, 1 / n)
+        change = torch.tensor([[-1.0, 1.0], [1.0, -1.0]], dtype=F64) * torch.randn(count, 1, 1, generator=g, dtype=F64)
+        rows[:, :2, :2] += change.clamp(-0.9, 0.9) * size.clamp(max=1) / n
+    elif kind == "sharp":
+        rows = (30 * logits).softmax(-1)
+    elif kind == "one-hot":
+        rows = torch.nn.functional.one_hot(logits.argmax(-1), n).to(F64)
+    elif kind == "nonnormal":
+        hidden = torch.arange(n) > torch.arange(min(n, 3))[:, None]
+        rows = (5 * logits).masked_fill(hidden, -20).softmax(-1)
+    kinds = torch.randint(0, rows.shape[1], (count, n), generator=g)
+    kinds[:, : rows.shape[1]] = torch.arange(rows.shape[1])
+    return rows.gather(1, kinds[..., None].expand(count, n, n))
+
+
+def near_ties(others, seed):
+    """H [B, 1, 1] in float64 with λ at, or close to, the edge −2/(1 + z) of an eigenvalue z of each A."""
+    g = generator(seed)
+    lowest = [float(max(z, key=lambda y: abs(1 - 2 * y)).real) for z in others]
+    lowest = torch.tensor(lowest, dtype=F64).clamp(min=-0.99)
+    off = 10 ** (-15 * torch.rand(len(lowest), generator=g, dtype=F64))
+    side = torch.randint(0, 2, (len(lowest),), generator=g) * 2 - 1
+    return (-2 / (1 + lowest) * (1 + side * off))[:, None, None]
+
+
+WAYS = ["bounds", "solved", "all", "reference"]
+
+
+def by(way, a, h, monkeypatch, **options):
+    """The verdicts of one way alone."""
+    if way == "reference":
+        return reference.analysis.dominance(a, h, **options)
+    unknown = "_from_eigenvalues" if way == "bounds" else "_from_disk" if way == "solved" else None
+    with monkeypatch.context() as patch:
+        if unknown:
+            patch.setattr(spectral_dominance, unknown, _nothing)
+        return dominance(a, h, **options)
+
+
+def _nothing(a, h, **options):
+    unknown = torch.zeros(a.shape[:1], dtype=F64)
+    return Dominance(torch.full_like(unknown, Verdict.CLOSE, dtype=torch.int8), unknown, unknown + math.inf)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "pair", "sharp", "one-hot", "nonnormal"])
+@pytest.mark.parametrize("n", [2, 3, 8, 23, 40])
+def test_no_certificate_is_wrong(kind, n, monkeypatch):
+    for place, dtype in enumerate(FLOATS):
+        a = few_kinds_of_rows(kind, 12, n, seed=10 * n + place).to(dtype)
+        others, g = [exact_others(matrix) for matrix in a], generator(n)
+        gauss = torch.randn(12, 2, 2, generator=g, dtype=F64)
+        scaled = gauss * 10 ** (60 * torch.rand(12, 1, 1, generator=g, dtype=F64) - 30)
+        for h in (near_ties(others, n), gauss.float(), scaled, gauss.triu() * torch.tensor([1, 1e3], dtype=F64)):
+            truths = true_margins(others, h)
+            for way in WAYS:
+                assert_certain(by(way, a, h, monkeypatch), truths)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_certificate_is_wrong_where_rows_are_rounded_unevenly(dtype, monkeypatch):
+    """Sums of rows that are off as far as is admitted are in the bound."""
+    off = 0.9 * math.sqrt(torch.finfo(dtype).eps)
+    for n in (2, 3):
+        a = few_kinds_of_rows("uniform", 60, n, seed=n)
+        a = (a * (1 + off * (2 * torch.rand(60, n, 1, generator=generator(n), dtype=F64) - 1))).to(dtype)
+        others = [exact_others(matrix) for matrix in a]
+        h = near_ties(others, n)
+        truths = true_margins(others, h)
+        for way in WAYS:
+            assert_certain(by(way, a, h, monkeypatch), truths)
+
+
+@pytest.mark.parametrize("n", [4, 6])
+def test_no_certificate_is_wrong_for_general_matrices(n, monkeypatch):
+    """Every row another one; H of three rows, defective among them."""
+    for seed in range(3):
+        logits = torch.randn(4, n, n, generator=generator(seed), dtype=F64)
+        sharpness = torch.tensor([1e-3, 1.0, 8.0, 30.0], dtype=F64)[:, None, None]
+        a = (sharpness * logits).softmax(-1).to(FLOATS[seed % 2])
+        h = torch.randn(4, 3, 3, generator=generator(seed + 50), dtype=F64)
+        h[0] = torch.diag(torch.full((3,), -1.5)) + torch.diag(torch.full((2,), 0.3), 1)
+        truths = true_margins([exact_others(matrix) for matrix in a], h)
+        for way in ("solved", "all", "reference"):
+            assert_certain(by(way, a, h, monkeypatch), truths)
+
+
+@pytest.mark.parametrize("way", ["all", "reference"])
+def test_no_causal_certificate_is_wrong(way, monkeypatch):
+    for place, dtype in enumerate(FLOATS):
+        hidden = torch.ones(3, 3).triu(1).bool()
+        a = torch.randn(60, 3, 3, generator=generator(place), dtype=F64).masked_fill(hidden, -math.inf).softmax(-1)
+        a = a.to(dtype)
+        others = [exact_others(matrix) for matrix in a]
+        h = near_ties(others, place)
+        assert_certain(by(way, a, h, monkeypatch, is_causal=True), true_margins(others, h))
+
+
+def test_bounds_are_not_wide_for_nothing():
+    """Of near-uniform and ordinary attention what is further from a tie than rounding is decided."""
+    for dtype, floor in ((torch.float32, 1e-4), (F64, 1e-12)):
+        for n in (3, 8, 40):
+            a = few_kinds_of_rows("uniform", 20, n, seed=n).to(dtype)
+            others = [exact_others(matrix) for matrix in a]
+            h = near_ties(others, n)
+            is_clear = torch.tensor([abs(float(truth)) > floor for truth in true_margins(others, h)])
+            assert is_clear.any() and not dominance(a, h).undecided[is_clear].any()
+
+
+@pytest.mark.parametrize("way", ["solver", "reference"])
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_radii_hold_for_defective_matrices(way, order):
+    """A Jordan block changed by e in its corner has its eigenvalues on a circle of radius e^(1/order): not κe."""
+    solver = spectral_dominance._solver(None) if way == "solver" else reference_solver
+    block = torch.diag(torch.ones(order - 1, dtype=F64), 1) + 0.5 * torch.eye(order, dtype=F64)
+    for e in (1e-12, 1e-8, 1e-4):
+        found = enclosed_eigenvalues(block, torch.tensor(e, dtype=F64), solver)
+        for k in range(order):
+            z = 0.5 + e ** (1 / order) * complex(math.cos(2 * math.pi * k / order), math.sin(2 * math.pi * k / order))
+            assert ((found.values - z).abs() <= found.error).any()
+        assert (found.error >= e ** (1 / order) * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-4, 1e-6])
+def test_radii_are_more_than_first_order(gap):
+    """Two eigenvalues 2·gap apart meet where a matrix gap² away is defective; to first order each moves half as far."""
+    pair = torch.tensor([[0.5, 1.0], [gap**2, 0.5]], dtype=F64)
+    found = enclosed_eigenvalues(pair, torch.tensor(gap**2, dtype=F64), reference_solver)
+    assert ((found.values - 0.5).abs() <= found.error).all()
+    assert (found.error <= 10 * gap).all()
+
+
+@pytest.mark.parametrize("kind", ["gauss", "graded", "nonnormal", "clustered"])
+def test_radii_hold_for_all_matrices_that_near(kind):
+    """Every eigenvalue of M + E is within a radius of a value, and every value's radius has one."""
+    g = generator(0)
+    matrix = torch.randn(6, 9, 9, generator=g, dtype=F64)
+    if kind == "graded":
+        matrix = matrix * torch.logspace(0, -8, 9, dtype=F64)[:, None]
+    elif kind == "nonnormal":
+        matrix = matrix.triu() + 10 * matrix.triu(1)
+    elif kind == "clustered":
+        matrix = torch.eye(9, dtype=F64) + 1e-6 * matrix
+    for e in (0.0, 1e-9, 1e-5):
+        found = enclosed_eigenvalues(matrix, torch.full((6,), e, dtype=F64), reference_solver)
+        for _ in range(5):
+            u, v = torch.randn(2, 6, 9, generator=g, dtype=F64)
+            change = e * u[:, :, None] * v[:, None, :] / (u.norm(dim=-1) * v.norm(dim=-1))[:, None, None]
+            truth = torch.linalg.eigvals(matrix + change)
+            gaps = (truth[:, :, None] - found.values[:, None, :]).abs() - found.error[:, None, :]
+            # What LAPACK's own rounding may add to the truth.
+            slack = 1e-6 if kind == "nonnormal" else 1e-10
+            assert (gaps.amin(-1) <= slack).all() and (gaps.amin(-2) <= slack).all()
+
+
+class TestNoCertainty:
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("way", ["all", "reference"])
+    def test_numbers_that_are_none(self, way, value, monkeypatch):
+        for n in (1, 3, 9):
+            a = torch.full((3, n, n), 1 / n)
+            h = torch.full((3, 2, 2), 0.5)
+            a[0, 0, 0], h[1, 0, 1] = value, value
+            result = by(way, a, h, monkeypatch)
+            assert result.verdict.tolist()[:2] == [Verdict.INVALID] * 2 and result.verdict[2] != Verdict.INVALID
+            assert result.margin[:2].isnan().all() and (result.error[:2] == math.inf).all()
+
+    @pytest.mark.parametrize("way", ["all", "reference"])
+    def test_a_row_without_keys_and_a_broken_promise(self, way, monkeypatch):
+        a = torch.full((2, 4, 4), 0.25)
+        a[0, 2] = 0
+        h = torch.tensor([[0.5]])
+        assert by(way, a, h, monkeypatch).verdict.tolist() == [Verdict.INVALID, Verdict.PERRON]
+        assert by(way, a, h, monkeypatch, is_causal=True).verdict.tolist() == [Verdict.INVALID] * 2
+
+    @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
+    def test_huge_and_tiny_weights_are_decided(self, scale, monkeypatch):
+        a = torch.tensor([[0.7, 0.3], [0.2, 0.8]], dtype=F64)
+        for sign in (-1, 1):
+            for way in ("all", "reference"):
+                result = by(way, a, torch.full((1, 1), sign * scale, dtype=F64), monkeypatch)
+                assert result.verdict == (Verdict.PERRON if sign > 0 or scale > 1 else Verdict.OTHER)
+                assert math.isfinite(result.error)
+
+
+def test_autocast_and_short_products_change_nothing():
+    """Products in fewer bits than the bound counts would make it wrong."""
+    a, h = attention(6, 30, 1.0), weights(6, 3, 1.0)
+    wanted = dominance(a, h)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, dominance(a, h), wanted))
+    matmul, with_float32_rounding = torch.backends.mkldnn.matmul, enclosing_disk(a, 3).radius
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        assert (enclosing_disk(a, 3).radius < with_float32_rounding).all()
+        found = dominance(a, h)
+        assert ((found.margin - wanted.margin).abs() <= wanted.error + found.error).all()
+    finally:
+        matmul.fp32_precision = before
+    torch.get_float32_matmul_precision()  # it raises where settings are left mixed

@@ -11,11 +11,15 @@ from overtone import reference
 from overtone.reference.analysis import (
     Eigenvalues,
     Verdict,
+    deviation,
     dominance,
     eigenvalue_dominance,
     ergodicity,
+    gain,
+    gain_rounding,
     head_weights,
     matrix_eigenvalues,
+    underflow,
 )
 
 
@@ -201,7 +205,7 @@ class TestShapes:
 
 
 def test_from_eigenvalues():
-    result = eigenvalue_dominance(exact(0.3, 1.0, -0.1), exact(-0.5, -0.25))
+    result = eigenvalue_dominance(exact(0.3, -0.1), exact(-0.5, -0.25))
     assert result.verdict == Verdict.OTHER
     torch.testing.assert_close(result.margin.item(), 0.75 - 1.05)
 
@@ -211,6 +215,31 @@ def test_ergodicity_bounds_every_eigenvalue_but_one():
     second = torch.linalg.eigvals(a).abs().sort(-1).values[:, -2]
     assert (second <= ergodicity(a)).all()
     assert ergodicity(uniform(5)) < 1e-15 and abs(ergodicity(torch.eye(3)) - 1) < 1e-6
+
+
+def test_gains_keep_their_digits_at_every_scale():
+    """|1 + z| − 1 within its bound: 1e-300 is not lost beside 1, and 1e300 has no square."""
+    mpmath = pytest.importorskip("mpmath", reason="needs mpmath for numbers beyond float64")
+    sizes = 10 ** torch.linspace(-300, 300, 301, dtype=torch.float64)
+    angles = torch.cat([torch.linspace(0, 2 * math.pi, 8, dtype=torch.float64), torch.tensor([math.pi, math.pi / 2])])
+    z = torch.polar(sizes[:, None].expand(-1, len(angles)).contiguous(), angles.expand(len(sizes), -1).contiguous())
+    circle = torch.polar(torch.ones(50, dtype=torch.float64), torch.linspace(0, 6, 50, dtype=torch.float64)) - 1
+    z = torch.cat([z.flatten(), circle])
+    with mpmath.workdps(700):
+        for value, found, bound in zip(z.tolist(), gain(z).tolist(), gain_rounding(z, 1.0).tolist(), strict=True):
+            assert abs(abs(1 + mpmath.mpc(value)) - 1 - found) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_deviation_reaches_rows_divided_by_their_sums_and_what_rounds_to_them(dtype):
+    exact_rows = (3 * randn(50, 9, 9)).softmax(-1)
+    for off in (0, 0.5 * math.sqrt(torch.finfo(dtype).eps)):
+        a = (exact_rows * (1 + off * randn(50, 9, 1, seed=1).clamp(-1, 1))).to(dtype)
+        wide = a.double()
+        allowed = deviation(a)[:, None, None] * wide + underflow(dtype)
+        assert ((wide / wide.sum(-1, keepdim=True) - wide).abs() <= allowed * (1 + 1e-9)).all()
+        assert off or ((exact_rows - wide).abs() <= allowed).all()
+        assert (deviation(a) <= (off or torch.finfo(dtype).eps * 5) * 1.5).all()
 
 
 def test_error_bounds_hold():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +14,7 @@ import pytest
 import torch
 from kit import runs
 
-from overtone.training import LostProcessError, checkpoint, train
+from overtone.training import LostProcessError, TrainingError, checkpoint, train
 from overtone.training.trainer import Trainer
 
 # Stochastic depth draws per process; without it the runs differ only in the order of sums.
@@ -73,6 +76,80 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(alone, tmp_path, 
     assert len(checkpoint.read_state(tmp_path / checkpoint.CHECKPOINT)["history"]) == 1
     runs.run_well(train_all, tmp_path, {"parallel": parallel}, processes=then)
     check_same_up_to_rounding(tmp_path, alone)
+
+
+def refuse_to_train(folder: Path, change: str) -> None:
+    """Every process has a folder of its own; each writes what it was refused with."""
+    rank = os.environ["RANK"]
+    mine = folder / rank
+    config = EXACT
+    if change == "data":
+        config = EXACT.replace(
+            data="folder", data_dir=str(folder / "data" / rank), fraction=1.0, image_size=8, patch_size=4
+        )
+    if change == "configuration":
+        config = EXACT.replace(seed=int(rank))
+    try:
+        train(config.replace(timeout=30.0), mine, resume=True, progress=False)
+    except TrainingError as error:
+        mine.mkdir(exist_ok=True)
+        (mine / "message").write_text(f"{type(error).__name__}: {error}")
+        sys.exit(error.exit_status)
+
+
+def make_states(folder: Path, change: str) -> None:
+    """What the two ranks find: rank 1 another state than rank 0."""
+    for rank in ("0", "1"):
+        runs.run_well(train_one_epoch, folder / rank, {})
+    if change == "no checkpoint":
+        shutil.rmtree(folder / "1")
+    elif change == "another step":
+        (folder / "1" / checkpoint.CHECKPOINT).unlink()
+        runs.run_well(train_all, folder / "1", {})
+    elif change == "other weights":
+        path = folder / "1" / checkpoint.CHECKPOINT
+        state, tensors = checkpoint.read_state(path), checkpoint.read_tensors(path)
+        tensors["model.head.bias"] = tensors["model.head.bias"] + 1
+        checkpoint.write_tensors(path, tensors, state)
+    elif change == "damage":
+        path = folder / "1" / checkpoint.CHECKPOINT
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        for rank in ("0", "1"):
+            shutil.rmtree(folder / rank)
+
+
+def make_data(folder: Path) -> None:
+    """Two copies of the same images, one of them with one more."""
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
+    for rank in (0, 1):
+        for number in range(80 + rank):
+            place = folder / str(rank) / "ab"[number % 2] / f"{number}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            image.new("RGB", (8, 8), (number, 0, 0)).save(place)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("no checkpoint", r"rank 0: step 4 \(SHA-256 .*rank 1: no checkpoint"),
+        ("another step", r"rank 0: step 4 \(SHA-256 .*rank 1: step 8 "),
+        ("other weights", r"rank 0: step 4 \(SHA-256 (\w+)\).*rank 1: step 4 \(SHA-256 (?!\1)"),
+        ("damage", r"checkpoint.safetensors: damaged"),
+        ("configuration", r"rank 0: no checkpoint, configuration (\w+); rank 1: no checkpoint, configuration (?!\1)"),
+        ("data", r"rank 0: 82 classes and images .*rank 1: 83 classes and images"),
+    ],
+)
+def test_ranks_that_would_train_different_runs_are_refused(tmp_path, change, words):
+    """Folders that only one machine sees; without a look at all of them, rank 0 would finish an average of both."""
+    make_states(tmp_path, change)
+    if change == "data":
+        make_data(tmp_path / "data")
+    assert runs.statuses(runs.start(refuse_to_train, tmp_path, change, processes=2)) == [2, 2]
+    for rank in ("0", "1"):
+        message = (tmp_path / rank / "message").read_text()
+        assert re.search(words, message) and len(message.splitlines()) == 1
+    assert change == "damage" or "the ranks would not train the same run" in message
 
 
 def lose_a_process(folder: Path, fate: str) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from kit import runs
+from torch._dynamo import lookup_backend
 
 from overtone import cli, training
 from overtone.benchmarks import machine
 from overtone.training import CheckpointError, checkpoint, load_model, metrics, train
+from overtone.training.config import field_types
+from overtone.training.recipe import learning_rate
 from overtone.training.trainer import Trainer
 
 QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
@@ -160,6 +165,161 @@ def test_another_run_is_not_continued(tmp_path):
     train(QUICK, tmp_path, progress=False)
     with pytest.raises(CheckpointError, match="different are .there, here.: depth: 2, 3; seed: 0, 1$"):
         train(QUICK.replace(seed=1, depth=3), tmp_path, resume=True, progress=False)
+
+
+def stop_after(monkeypatch, epochs: int) -> None:
+    """Every run ends like a killed one after so many epochs of its own."""
+    finish = Trainer._finish_epoch
+
+    def finish_and_stop(self, *arguments):
+        finish(self, *arguments)
+        if len(self.history) == epochs:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_finish_epoch", finish_and_stop)
+
+
+def test_resume_needs_no_other_option(capsys, monkeypatch, tmp_path):
+    """The run's own configuration counts, whatever it is, also before its first checkpoint."""
+    config = runs.TINY.replace(seed=3, workers=1, timeout=100.0)
+    train(config, tmp_path / "whole", progress=False)
+    resume = ["train", "--out", str(tmp_path / "run"), "--resume"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        assert cli.main(["train", "--out", str(tmp_path / "run"), *flags(config)]) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main(resume) == 0
+    runs.check_same_bits(tmp_path / "run", tmp_path / "whole")
+    (tmp_path / "run" / checkpoint.CHECKPOINT).unlink()
+    assert cli.main(resume) == 0
+    runs.check_same_bits(tmp_path / "run", tmp_path / "whole")
+    assert training.load_config(tmp_path / "run") == training.resolved(config)
+
+
+def test_resume_without_a_run_says_so(capsys, tmp_path):
+    assert cli.main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 2
+    assert "run: there is no run to resume" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def other_value(field: dataclasses.Field, value: object) -> object:
+    """A value that the field may also have."""
+    choices, _ = field_types()[field.name]
+    if not isinstance(choices[0], type):
+        return next(choice for choice in choices if choice != value)
+    others = {bool: not value, str: "smooth" if field.name == "regime" else "feat_scale", int: 4, float: 0.25}
+    return others[choices[0]]
+
+
+@pytest.mark.parametrize("where", ["flag", "file"])
+def test_another_option_than_the_runs_is_refused_with_both_values(capsys, tmp_path, where):
+    """Every field that decides the result, given as a flag or in a file."""
+    run = training.resolved(runs.TINY.replace(epochs=1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(run.to_json())
+    decisive = [field for field in dataclasses.fields(run) if not field.metadata["neutral"]]
+    assert len(decisive) > 30
+    for field in decisive:
+        value = getattr(run, field.name)
+        other = other_value(field, value)
+        if field.name == "epochs":
+            continue
+        arguments = [f"--{field.name.replace('_', '-')}", str(other)]
+        if isinstance(other, bool):
+            arguments = [f"--{'' if other else 'no-'}{field.name.replace('_', '-')}"]
+        if where == "file":
+            (tmp_path / "c.json").write_text(json.dumps({**run.to_dict(), field.name: other}))
+            arguments = ["--config", str(tmp_path / "c.json")]
+        assert cli.main(["train", "--out", str(tmp_path / "run"), "--resume", *arguments]) == 2, field.name
+        error = capsys.readouterr().err
+        assert len(error.splitlines()) == 1
+        assert f"different are (there, here): {field.name}: {value!r}, {other!r}" in error
+
+
+def test_more_epochs_make_a_longer_run(capsys, monkeypatch, tmp_path):
+    """From the end or from the middle, in one go or interrupted: the learning rates are those of the longer run."""
+    resume = ["train", "--out", str(tmp_path / "run"), "--resume"]
+    train(runs.TINY, tmp_path / "run", progress=False)
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    capsys.readouterr()
+    assert cli.main([*resume, "--epochs", "4"]) == 0
+    error = capsys.readouterr().err
+    rates = [learning_rate(8, 4, training.resolved(runs.TINY.replace(epochs=epochs))) for epochs in (2, 4)]
+    assert "epochs: 2 become 4: from here the cosine is that of the longer run" in error
+    assert f"the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}" in error and rates[0] < rates[1]
+    assert "not that of 4 epochs from the start" in error
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    longer = training.resolved(runs.TINY.replace(epochs=4))
+    assert [float(row["learning_rate"]) for row in rows[2:]] == [learning_rate(step, 4, longer) for step in (11, 15)]
+    # Interrupted right after the extension, and between epochs; --resume alone knows the new length.
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        assert cli.main(["train", "--out", str(tmp_path / "again"), "--resume", "--epochs", "4"]) == 130
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        assert cli.main(["train", "--out", str(tmp_path / "again"), "--resume"]) == 130
+    assert cli.main(["train", "--out", str(tmp_path / "again"), "--resume"]) == 0
+    runs.check_same_bits(tmp_path / "again", tmp_path / "run")
+    capsys.readouterr()
+    assert cli.main([*resume, "--epochs", "2"]) == 2
+    assert "different are (there, here): epochs: 4, 2" in capsys.readouterr().err
+
+
+def compiled_by(monkeypatch, backend: str) -> list[str]:
+    """torch.compile with another backend; the list gets an entry per graph."""
+    graphs: list[str] = []
+    compile_ = torch.compile
+
+    def counted(graph, inputs):
+        graphs.append(str(graph.graph))
+        return lookup_backend(backend)(graph, inputs)
+
+    monkeypatch.setattr(
+        torch, "compile", lambda model, dynamic, options: compile_(model, dynamic=dynamic, backend=counted)
+    )
+    return graphs
+
+
+def check_compiled_runs(monkeypatch, folder, config: training.TrainConfig) -> None:
+    """A compiled run has ordinary names, resumes bit for bit, and differs from the other by rounding only."""
+    config = config.replace(compile=True, precision="float64")
+    train(config, folder / "whole", progress=False)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 1)
+        train(config, folder / "run", progress=False)
+    torch.compiler.reset()  # a new process has compiled nothing
+    train(config, folder / "run", resume=True, progress=False)
+    runs.check_same_bits(folder / "run", folder / "whole")
+    train(config.replace(compile=False), folder / "plain", progress=False)
+    (tensors, _), (expected, _) = runs.outcome(folder / "whole"), runs.outcome(folder / "plain")
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(tensors[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert training.load_config(folder / "run").compile
+    assert load_model(folder / "run").state_dict().keys() == load_model(folder / "plain").state_dict().keys()
+
+
+def test_a_compiled_run(monkeypatch, tmp_path):
+    graphs = compiled_by(monkeypatch, "eager")
+    check_compiled_runs(monkeypatch, tmp_path, runs.TINY.replace(depth=1, regime="sharpen"))
+    assert graphs
+
+
+@pytest.mark.slow
+def test_a_run_compiled_by_inductor(monkeypatch, tmp_path):
+    check_compiled_runs(monkeypatch, tmp_path, runs.TINY)
+
+
+def test_a_compiler_that_fails_is_one_line(capsys, monkeypatch, tmp_path):
+    def broken(graph, inputs):
+        raise ValueError("no compiler\nhere")
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic, options: compile_(model, backend=broken))
+    assert cli.main(["train", "--out", str(tmp_path), "--compile", *flags(QUICK.replace(compile=True))]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("overtone train: compile: torch.compile fails here: ") and "no compiler here" in line
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):

@@ -7,7 +7,7 @@ variants raise torch.linalg.LinAlgError and name the matrices.
 
 from overtone.ops.eig import eig, eig_ex, eigvals, eigvals_ex
 from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
-from overtone.ops.extremal import ExtremalResult, extremal_eigvals
+from overtone.ops.extremal import ExtremalResult, extremal_eigvals, extremal_eigvals_ex
 from overtone.ops.qr import qr, qr_ex
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "eigvalsh",
     "eigvalsh_ex",
     "extremal_eigvals",
+    "extremal_eigvals_ex",
     "qr",
     "qr_ex",
 ]

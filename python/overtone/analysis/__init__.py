@@ -5,7 +5,8 @@ from overtone.analysis.readers import READERS, Reader, Weights
 from overtone.analysis.result import Analysis
 from overtone.analysis.runner import analyze
 from overtone.analysis.spectral_dominance import dominance, eigenvalues
-from overtone.reference.analysis import Dominance, Eigenvalues, Verdict, head_weights
+from overtone.reference.analysis import Dominance, Verdict, head_weights
+from overtone.reference.enclosures import Eigenvalues
 
 __all__ = [
     "METRICS",

@@ -15,7 +15,8 @@ from overtone.analysis.spectral_dominance import dominance, eigenvalues
 from overtone.ops.frequency import frequency_norms
 from overtone.ops.metrics import cosine_similarity, effective_rank, stable_rank
 from overtone.reference import metrics
-from overtone.reference.analysis import Dominance, Eigenvalues, head_weights
+from overtone.reference.analysis import Dominance, head_weights
+from overtone.reference.enclosures import Eigenvalues
 
 # Names of the metrics of tokens, as tables and figures show them.
 METRICS = {

@@ -117,12 +117,14 @@ def _load_run(folder: str) -> Source:
 LOADERS: dict[str, Callable[[str, bool], Source]] = {"timm": _load_timm, "hf": _load_hf}
 
 
-def synthetic(takes: Images | Words, samples: int, *, tokens: int = 128, seed: int = 0) -> Tensor:
-    """Images of normal noise, or sequences of uniformly drawn tokens."""
+def synthetic(takes: Images | Words, samples: int, *, tokens: int | None = None, seed: int = 0) -> Tensor:
+    """Images of normal noise, or sequences of uniformly drawn tokens (128, or as many as the model can take)."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(takes, Images):
         return torch.randn(samples, takes.channels, takes.height, takes.width, generator=generator)
-    length = min(tokens, takes.most_tokens)
+    if tokens is not None and tokens > takes.most_tokens:
+        raise SourceError(f"--tokens: got {tokens}, wanted at most {takes.most_tokens}, the model's longest sequence")
+    length = tokens or min(128, takes.most_tokens)
     return torch.randint(takes.vocabulary, (samples, length), generator=generator)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -22,20 +23,32 @@ from overtone.backends import select
 from overtone.ops import checks
 from overtone.reference.analysis import (
     Dominance,
-    Eigenvalues,
     Verdict,
     attention_is_stochastic,
-    bounded_condition,
     causal_eigenvalues,
+    certified,
+    deviation,
     eigenvalue_dominance,
+    gain,
+    gain_rounding,
+    invalidated,
     matrix_eigenvalues,
+    other_eigenvalues,
+    underflow,
+)
+from overtone.reference.enclosures import (
+    EPS,
+    Eigenvalues,
+    Solver,
+    frobenius,
+    powers,
+    products_are_short,
+    reference_solver,
 )
 
 # How often D is squared: not at all is enough for smooth attention, such as that of untrained models; what is left gets
 # a sharper disk, still far cheaper than eigenvectors.
 SQUARINGS = (0, 2, 5)
-# LAPACK's ratio of a backward error to n·ε‖A‖; ot.linalg's tests hold every matrix to it.
-SOLVER_RATIO = 10
 # Numbers worked on at once: what bounds the memory, and fits into the last-level cache.
 CHUNK_ELEMENTS = 2**20
 
@@ -52,10 +65,12 @@ def dominance(
 
     Returns:
         Dominance(verdict, margin, error), each [...]. The true margin max|1 + λ^H| − max|1 + λ^H λ^A| is within `error`
-        of `margin`, for every A and H that round to what was given (errors of eigenvalues are bounded to first order);
-        it is decided if zero is not. A case that bounds decide keeps their width as its error: ask
-        `ot.linalg.eigvals` for sharper margins. Undecided cases say why: see `Verdict`. One token: Perron, by an
-        infinite margin. Not differentiable.
+        of `margin`, for every H that rounds to what was given, and every row-stochastic A whose entries are off by a
+        relative ε/2 at most, as if rounded: or by more, where the sums of rows are, so that the matrix with each row
+        divided by its sum is always one of them. It is decided if zero is not within the error. A case that bounds
+        decide keeps their width as its error: ask `ot.linalg.eigvals` for sharper margins. Undecided cases say why:
+        see `Verdict`; of invalid ones the margin is nan and the error infinite. One token: Perron, by an infinite
+        margin. Not differentiable.
     """
     attention = _square("attention", attention)
     spectrum = weight if isinstance(weight, Eigenvalues) else eigenvalues(_square("weight", weight), backend=backend)
@@ -64,36 +79,41 @@ def dominance(
         wanted = f"real numbers on {spectrum.values.device}, as weight"
         raise ValueError(f"dominance: attention: got {checks.describe(attention)}, wanted {wanted}")
     shape = torch.broadcast_shapes(attention.shape[:-2], spectrum.values.shape[:-1])
-    cases = _Cases(attention, spectrum, shape)
-    if is_causal or attention.shape[-1] == 1:
-        cases.decide(_from_diagonal)
-    else:
-        for squarings in SQUARINGS:
-            cases.decide(partial(_from_disk, squarings=squarings))
-        cases.decide(partial(_from_eigenvalues, backend=backend))
+    cases = _Cases(attention, spectrum, shape, is_causal)
+    with torch.autocast(attention.device.type, enabled=False):
+        if is_causal or attention.shape[-1] == 1:
+            cases.decide(_from_diagonal)
+        else:
+            for squarings in SQUARINGS:
+                cases.decide(partial(_from_disk, squarings=squarings))
+            cases.decide(partial(_from_eigenvalues, backend=backend))
     return Dominance(*(field.reshape(shape) for field in cases.result))
 
 
 @torch.no_grad()
 def eigenvalues(matrix: Tensor, *, backend: str | None = None) -> Eigenvalues:
-    """The eigenvalues of [..., n, n], computed in float64, and a first-order bound on the error of each.
+    """The eigenvalues of [..., n, n], computed in float64, and radii that hold for all matrices that round to it.
 
-    The bound is the condition number, which the left eigenvectors give, times how far the matrix is off: the
-    rounding of its entries to their dtype, and the solver's backward error.
+    Every eigenvalue is within `error` of one of the values, and within that of each value is one.
     """
-    wide = matrix if matrix.is_complex() else matrix.double()
-    if select("eig", backend, wide) == "reference":
-        return matrix_eigenvalues(matrix)
-    values, _, left, _ = torch.ops.overtone.eig_ex(wide, False, True, True)  # wᴴv = 1 and ‖v‖ = 1
-    condition = bounded_condition(torch.linalg.vector_norm(left, dim=-2))
-    rounding = torch.finfo(matrix.dtype).eps + SOLVER_RATIO * matrix.shape[-1] * torch.finfo(wide.dtype).eps
-    return Eigenvalues(values, condition * rounding * torch.linalg.matrix_norm(wide)[..., None])
+    return matrix_eigenvalues(matrix, _solver(backend))
+
+
+def _solver(backend: str | None) -> Solver:
+    def solve(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if select("eig", backend, matrix) == "reference":
+            return reference_solver(matrix)
+        values, right, left, _ = torch.ops.overtone.eig_ex(matrix, False, True, True)
+        return values, right, left
+
+    return solve
 
 
 class _Cases:
     """All pairs of A and spec(H), as one list, and what is known of them."""
 
-    def __init__(self, attention: Tensor, weight: Eigenvalues, shape: torch.Size) -> None:
+    def __init__(self, attention: Tensor, weight: Eigenvalues, shape: torch.Size, is_causal: bool) -> None:
+        self.is_causal = is_causal
         self.matrices = attention.reshape(-1, *attention.shape[-2:])
         self.matrix_of = _indices(attention.shape[:-2], shape, attention.device)
         self.spectra = Eigenvalues(*(field.reshape(-1, field.shape[-1]) for field in weight))
@@ -109,10 +129,10 @@ class _Cases:
         left = (self.result.verdict == Verdict.CLOSE).nonzero()[:, 0]
         for index in left.split(self.at_once) if len(left) else ():
             attention = self.matrices[self.matrix_of[index]]
-            found = method(attention, Eigenvalues(*(field[self.spectrum_of[index]] for field in self.spectra)))
-            is_invalid = ~attention_is_stochastic(attention)
-            self.result.verdict[index] = found.verdict.masked_fill(is_invalid, Verdict.INVALID)
-            self.result.margin[index], self.result.error[index] = found.margin, found.error
+            weight = Eigenvalues(*(field[self.spectrum_of[index]] for field in self.spectra))
+            is_valid = attention_is_stochastic(attention, self.is_causal) & weight.values.isfinite().all(-1)
+            for known, found in zip(self.result, invalidated(method(attention, weight), ~is_valid), strict=True):
+                known[index] = found
 
 
 def _square(name: str, matrix: Tensor) -> Tensor:
@@ -133,53 +153,48 @@ def _from_diagonal(attention: Tensor, weight: Eigenvalues) -> Dominance:
 
 def _from_eigenvalues(attention: Tensor, weight: Eigenvalues, backend: str | None) -> Dominance:
     reach = enclosing_disk(attention, max(SQUARINGS)).reach
-    return eigenvalue_dominance(eigenvalues(attention, backend=backend), weight, radius=reach)
+    return eigenvalue_dominance(other_eigenvalues(attention, _solver(backend)), weight, radius=reach)
 
 
 class Disk(NamedTuple):
-    """Where all eigenvalues of A but the Perron one lie; float64, one of each per matrix."""
+    """Where all eigenvalues but the Perron one of all matrices within `deviation` of A lie; float64, one per matrix."""
 
-    centre: Tensor  # their mean, c
+    centre: Tensor  # of the disk, c
     radius: Tensor
     reach: Tensor  # none of them is further from zero
     variance: Tensor  # the mean of (z − c)², which may be negative: z is complex
-    centre_error: Tensor
+    centre_error: Tensor  # how far their mean may be from c
     variance_error: Tensor
 
 
 def enclosing_disk(attention: Tensor, squarings: int) -> Disk:
     """The disk of matrices [M, N, N], N ≥ 2, whose rows sum to one."""
-    n, eps = attention.shape[-1], torch.finfo(attention.dtype).eps
+    n = attention.shape[-1]
     # Half types are computed in float32, and float32 in float64 where torch may take shortcuts in its products.
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    work = attention.to(torch.promote_types(attention.dtype, torch.float32 if is_exact else torch.float64))
-    step = torch.finfo(work.dtype).eps
-    trace = work.diagonal(dim1=-2, dim2=-1).double().sum(-1)
-    centre = (trace - 1) / (n - 1)
+    work = attention.to(torch.promote_types(attention.dtype, torch.float64 if products_are_short() else torch.float32))
+    step, unknown, absolute = torch.finfo(work.dtype).eps, deviation(attention), n * underflow(attention.dtype)
+    entries, rows = frobenius(work), work.abs().sum(-1, dtype=torch.float64).amax(-1) * (1 + n * EPS)
+    diagonal = work.diagonal(dim1=-2, dim2=-1).double()
+    centre = ((diagonal.sum(-1) - 1) / (n - 1)).to(work.dtype)
+    # One more of the unknown: the Perron eigenvalue of A as it is given, where rows do not sum to one.
+    centre_error = ((unknown + n * EPS) * (diagonal.abs().sum(-1) + 1) + absolute + 4 * EPS) / (n - 1)
+    centre_error = centre_error + step * centre.abs().double()
 
-    shifted = work - centre.to(work.dtype)[:, None, None] * torch.eye(n, dtype=work.dtype, device=work.device)
-    power = shifted - shifted.mean(-2, keepdim=True)
-    entries = _norm(work)
-    error = eps * entries + (n + 4) * step * (entries + centre.abs() * math.sqrt(n))
-    size = _norm(power)
-    radius = size + error
+    shifted = work - centre[:, None, None] * torch.eye(n, dtype=work.dtype, device=work.device)
+    centre = centre.double()
+    error = unknown * entries + (n + 4) * step * (entries + centre.abs() * math.sqrt(n)) + absolute
+    first, *higher = islice(powers(shifted - shifted.mean(-2, keepdim=True), error), squarings + 1)
+    radius = first.radius
     variance, variance_error = torch.zeros_like(radius), radius.square()
-    for k in range(1, squarings + 1):
-        # (P + E)² is off by PE + EP + E², and a product of n × n matrices by nε of its factors' norms.
-        power, error = power @ power, error * (2 * size + error) + n * step * size.square()
-        size = _norm(power)
-        radius = torch.minimum(radius, (size + error) ** (0.5**k))
-        if k == 1:
-            variance = power.diagonal(dim1=-2, dim2=-1).double().sum(-1) / (n - 1)
-            variance_error = math.sqrt(n) * error / (n - 1)
-    centre_error = (eps + (n + 2) * torch.finfo(torch.float64).eps) * (trace + 1) / (n - 1)
-    rows = work.abs().sum(-1).amax(-1).double() * (1 + n * step)  # one, unless entries are negative
-    reach = torch.minimum(centre.abs() + radius, rows)
+    if higher:
+        square = higher[0].scale.square() / (n - 1)
+        variance = higher[0].matrix.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64) * square
+        sizes = higher[0].size + higher[0].error
+        variance_error = math.sqrt(n) * (higher[0].error + (n + 8) * EPS * sizes) * square
+    for power in higher:
+        radius = torch.minimum(radius, power.radius)
+    reach = torch.minimum(centre.abs() + radius, rows * (1 + unknown) + absolute)  # one, unless entries are negative
     return Disk(centre, radius, reach, variance, centre_error, variance_error)
-
-
-def _norm(matrices: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrices, dim=(-2, -1), dtype=torch.float64)
 
 
 def _from_disk(attention: Tensor, weight: Eigenvalues, squarings: int) -> Dominance:
@@ -187,26 +202,23 @@ def _from_disk(attention: Tensor, weight: Eigenvalues, squarings: int) -> Domina
     h, h_error = weight  # [M, d]
     disk = enclosing_disk(attention, squarings)
     lower, upper = _largest_gain(disk, h)
-    spread = h_error * disk.reach[:, None] + _rounding(h)
-    perron = (1 + h).abs()
-    low = (perron - h_error).amax(-1) - (upper + spread).amax(-1)
-    high = (perron + h_error).amax(-1) - (lower - spread).amax(-1)
-    verdict = torch.full_like(low, Verdict.CLOSE, dtype=torch.int8)
-    verdict = verdict.masked_fill(low > 0, Verdict.PERRON).masked_fill(high < 0, Verdict.OTHER)
-    return Dominance(verdict, (low + high) / 2, (high - low) / 2)
+    perron, off = gain(h), h_error + gain_rounding(h, 1)
+    spread = h_error * disk.reach[:, None] + gain_rounding(h, (disk.centre.abs() + disk.radius + disk.reach)[:, None])
+    low = (perron - off).amax(-1) - (upper + spread).amax(-1)
+    high = (perron + off).amax(-1) - (lower - spread).amax(-1)
+    return certified(low, high, (low + high) / 2)
 
 
 def _largest_gain(disk: Disk, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of max_i |1 + λ z_i| for each λ of h [M, d]."""
+    """Bounds of max_i |1 + λ z_i| − 1 for each λ of h [M, d]."""
     centre, radius, reach, variance, centre_error, variance_error = (field[:, None] for field in disk)
-    length, at_centre = h.abs(), 1 + h * centre
-    upper = torch.minimum(at_centre.abs() + length * radius, 1 + length * reach)
-    mean_square = (at_centre.square() + h.square() * variance).abs()
-    doubt = 2 * at_centre.abs() * length * centre_error + length.square() * variance_error
-    from_square = (mean_square - doubt).clamp(min=0).sqrt()
-    return torch.maximum(at_centre.abs() - length * centre_error, from_square), upper
-
-
-def _rounding(h: Tensor) -> Tensor:
-    """Of the bounds' own arithmetic in float64."""
-    return 8 * torch.finfo(torch.float64).eps * (1 + h.abs())
+    length, at_centre = h.abs(), gain(h * centre)
+    upper = torch.minimum(at_centre + length * radius, length * reach)
+    # The mean of (1 + λz)² is 1 + q, up to what is not known of the mean of z and of z².
+    q = 2 * h * centre + h.square() * (centre.square() + variance)
+    doubt = 2 * (1 + at_centre) * length * centre_error + length.square() * variance_error
+    rounding = 32 * EPS * (length * centre.abs() + length.square() * (centre.square() + variance.abs()))
+    mean_square = (gain(q) - doubt - rounding).clamp(min=-1)
+    from_square = mean_square / (1 + (1 + mean_square).sqrt())
+    from_square = from_square.masked_fill(~from_square.isfinite(), -math.inf)
+    return torch.maximum(at_centre - length * centre_error, from_square), upper

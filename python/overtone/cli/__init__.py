@@ -1,4 +1,4 @@
-"""The command line: `overtone info | kernels | bench | train | analyze | study`, each the module of its name."""
+"""The command line: `overtone info | kernels | bench | train | predict | analyze | study`, a module each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from overtone import __version__
 from overtone.backends import BackendError
 
-COMMANDS = ("info", "kernels", "bench", "train", "analyze", "study")
+COMMANDS = ("info", "kernels", "bench", "train", "predict", "analyze", "study")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,6 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="overtone", description="Fused kernels that steer a Transformer's smoothing.")
+    top.add_argument("--version", action="version", version=f"overtone {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"overtone.cli.{name}").add_parser(commands)
@@ -39,8 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"overtone {arguments.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (head, less) has gone; what Python would still flush at exit goes nowhere, quietly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader (head, less) has gone
         return 0
+    except OSError as error:
+        _discard_output()
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"overtone {arguments.command}: {place}{error.strerror or error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _discard_output() -> None:
+    """What Python would still flush at exit goes nowhere, quietly."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

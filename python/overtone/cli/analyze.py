@@ -37,7 +37,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="take images from there (default: noise)")
     parser.add_argument("--samples", type=_positive, default=8, metavar="N", help="images or sequences (%(default)s)")
     parser.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="samples at once (%(default)s)")
-    parser.add_argument("--tokens", type=_positive, default=128, metavar="N", help="length of sequences (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=_positive, metavar="N", help="length of sequences (default: 128, or the model's longest)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random weights and inputs (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the model runs, such as cuda (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reports/analyze"), help="folder of the report (%(default)s)")

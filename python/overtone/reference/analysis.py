@@ -14,7 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overtone.reference.linalg import eig_ex, inverse
+from overtone.reference.enclosures import (
+    EPS,
+    TINY,
+    Eigenvalues,
+    Solver,
+    enclosed_eigenvalues,
+    frobenius,
+    on_mean_zero,
+    reference_solver,
+    size_of_moduli,
+)
 
 
 class Verdict(IntEnum):
@@ -24,7 +34,7 @@ class Verdict(IntEnum):
     PERRON = 1  #: the Perron eigenvalue dominates: oversmoothing
     TIE = 2  #: both sides are equal: the winning λ^H is zero, or A's eigenvalue 1 is not simple
     CLOSE = 3  #: the two sides are closer than the error bound
-    INVALID = 4  #: A is not row-stochastic (a row attends to nothing, say), or A or H is not finite
+    INVALID = 4  #: A is not row-stochastic (a row attends to nothing, say) or, if promised, not causal; or not finite
 
 
 class Dominance(NamedTuple):
@@ -51,13 +61,6 @@ class Dominance(NamedTuple):
         return {verdict.name.lower(): int((self.verdict == verdict).sum()) for verdict in Verdict}
 
 
-class Eigenvalues(NamedTuple):
-    """Complex eigenvalues [..., n], and a bound on the error of each."""
-
-    values: Tensor
-    error: Tensor
-
-
 @torch.no_grad()
 def dominance(attention: Tensor, weight: Tensor, *, is_causal: bool = False) -> Dominance:
     """Which (1 + λ^H λ^A) dominates, for every pair of attention [..., N, N] and weight [..., d, d].
@@ -65,67 +68,128 @@ def dominance(attention: Tensor, weight: Tensor, *, is_causal: bool = False) -> 
     Leading dimensions broadcast. weight is H, or W_V W_proj = Hᵀ, which has the same eigenvalues. For one head take
     `head_weights`: H_h itself has d − k zero eigenvalues, and zero is a tie. With is_causal the eigenvalues of A are
     its diagonal. One token: Perron, by an infinite margin. Not differentiable.
+
+    What is decided holds of every row-stochastic matrix within `deviation` of A, and every H that rounds to `weight`.
     """
     for name, matrix in (("attention", attention), ("weight", weight)):
         if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
             raise ValueError(f"dominance: {name}: got shape {list(matrix.shape)}, wanted square matrices [..., n, n]")
-    spectrum = causal_eigenvalues(attention) if is_causal else matrix_eigenvalues(attention)
-    result = eigenvalue_dominance(spectrum, matrix_eigenvalues(weight), radius=ergodicity(attention))
-    return result._replace(verdict=result.verdict.masked_fill(~attention_is_stochastic(attention), Verdict.INVALID))
+    others = causal_eigenvalues(attention) if is_causal else other_eigenvalues(attention)
+    result = eigenvalue_dominance(others, matrix_eigenvalues(weight), radius=ergodicity(attention))
+    is_valid = attention_is_stochastic(attention, is_causal) & weight.isfinite().all(-1).all(-1)
+    return invalidated(result, ~is_valid)
 
 
 @torch.no_grad()
-def eigenvalue_dominance(attention: Eigenvalues, weight: Eigenvalues, radius: Tensor | float = 1.0) -> Dominance:
-    """`dominance` from the eigenvalues of A [..., N] and of H [..., d].
+def eigenvalue_dominance(others: Eigenvalues, weight: Eigenvalues, radius: Tensor | float = 1.0) -> Dominance:
+    """`dominance` from the eigenvalues of A but the Perron one, [..., N − 1], and those of H, [..., d].
 
-    Every eigenvalue of A but the Perron one has a modulus of at most `radius`: a bound that still holds where A is
-    defective and its eigenvalues' own error bounds say nothing.
+    No modulus of the former is above `radius`: a bound that still holds where A is defective and errors are large.
     """
-    a, a_error = attention.values[..., None, :], attention.error[..., None, :]  # [..., 1, N]
-    h, h_error = weight.values[..., :, None], weight.error[..., :, None]  # [..., d, 1]
-    radius = torch.as_tensor(radius, dtype=a_error.dtype, device=a_error.device)[..., None, None]
-    is_perron = torch.nn.functional.one_hot((a - 1).abs().argmin(-1), a.shape[-1]).bool()  # [..., 1, N]
+    a, h, h_error = others.values[..., None, :], weight.values[..., :, None], weight.error[..., :, None]
+    radius = torch.as_tensor(radius, dtype=h_error.dtype, device=h_error.device)[..., None, None]
+    a_error = torch.minimum(others.error[..., None, :], a.abs() + radius)  # [..., 1, N − 1]
+    length = h.abs()
 
-    perron = (1 + h).abs()  # [..., d, 1]: A's Perron eigenvalue is 1 exactly
-    perron_bounds = perron - h_error, perron + h_error
-    other = (1 + h * a).abs().masked_fill(is_perron, -math.inf)  # [..., d, N]
-    other_bounds = (
-        torch.maximum(other - h.abs() * a_error, 1 - h.abs() * radius) - h_error * radius,
-        torch.minimum(other + h.abs() * a_error, 1 + h.abs() * radius) + h_error * radius,
+    perron, other = gain(h), gain(h * a)  # [..., d, 1], [..., d, N − 1]
+    off = h_error * radius + gain_rounding(h, a.abs() + radius)
+    low = torch.maximum(other - length * a_error, -length * radius) - off
+    high = torch.minimum(other + length * a_error, length * radius) + off
+    off = h_error + gain_rounding(h, 1)
+    result = certified(
+        _largest(perron - off) - _largest(high),
+        _largest(perron + off) - _largest(low),
+        _largest(perron) - _largest(other),
     )
-    perron_low, perron_high = (_largest(bound) for bound in perron_bounds)
-    other_low, other_high = (_largest(bound.masked_fill(is_perron, -math.inf)) for bound in other_bounds)
+    is_tie = (result.verdict == Verdict.CLOSE) & ((result.margin == 0) | _winner_is_tied(other, others, weight))
+    return result._replace(verdict=result.verdict.masked_fill(is_tie, Verdict.TIE))
 
-    margin = _largest(perron) - _largest(other)
-    error = torch.maximum(margin - (perron_low - other_high), perron_high - other_low - margin)
-    is_tie = (margin == 0) | _winner_is_tied(other, attention, weight)
+
+def certified(low: Tensor, high: Tensor, margin: Tensor) -> Dominance:
+    """The verdict on a true margin between low and high, of which `margin` is an estimate. Not known is CLOSE."""
+    margin = torch.minimum(torch.maximum(margin, low), high)
+    rounding = 4 * EPS * (low.abs() + high.abs())
+    error = torch.maximum(margin - low, high - margin) + rounding
+    # One token: there is no other eigenvalue, and margins are infinite.
+    error = torch.where(margin == math.inf, 0, error.nan_to_num(nan=math.inf, posinf=math.inf))
     verdict = torch.full_like(margin, Verdict.CLOSE, dtype=torch.int8)
-    verdict = verdict.masked_fill(is_tie, Verdict.TIE)
-    verdict = verdict.masked_fill(perron_low > other_high, Verdict.PERRON)
-    verdict = verdict.masked_fill(other_low > perron_high, Verdict.OTHER)
-    verdict = verdict.masked_fill(margin.isnan(), Verdict.INVALID)
-    return Dominance(verdict, margin, error.masked_fill(margin.isinf(), 0))
+    verdict = verdict.masked_fill(margin > error, Verdict.PERRON).masked_fill(margin < -error, Verdict.OTHER)
+    return Dominance(verdict, margin, error)
+
+
+def invalidated(result: Dominance, is_invalid: Tensor) -> Dominance:
+    """Of invalid cases nothing is known."""
+    values = (Verdict.INVALID, math.nan, math.inf)
+    return Dominance(*(field.masked_fill(is_invalid, value) for field, value in zip(result, values, strict=True)))
+
+
+def gain(z: Tensor) -> Tensor:
+    """|1 + z| − 1 of complex128, right to 8ε|z|: small and huge z lose nothing, and 1 falls out of margins."""
+    x, y = z.real, z.imag
+    denominator = 1 + torch.hypot(1 + x, y)
+    return x * ((2 + x) / denominator) + y * (y / denominator)
+
+
+def gain_rounding(h: Tensor, reach: Tensor | float) -> Tensor:
+    """A bound on that of gain(h z) and of sums of a few such numbers, |z| ≤ reach."""
+    return 32 * EPS * h.abs() * reach + TINY
 
 
 @torch.no_grad()
-def matrix_eigenvalues(matrix: Tensor) -> Eigenvalues:
-    """The eigenvalues of [..., n, n], computed in float64, with a first-order bound on their error.
+def matrix_eigenvalues(matrix: Tensor, solver: Solver = reference_solver) -> Eigenvalues:
+    """The eigenvalues of all matrices that round to [..., n, n] in its dtype; computed in float64."""
+    wide = matrix.to(torch.complex128 if matrix.is_complex() else torch.float64)
+    return enclosed_eigenvalues(wide, _spread(matrix, half_ulp(matrix.dtype)), solver)
 
-    The bound is the eigenvalue's condition number, ‖left eigenvector‖·‖right eigenvector‖ where their product is one,
-    times how far the matrix is off: the rounding of its entries to their dtype, and the solver's backward error.
+
+@torch.no_grad()
+def other_eigenvalues(attention: Tensor, solver: Solver = reference_solver) -> Eigenvalues:
+    """The eigenvalues but the Perron one of the row-stochastic matrices within `deviation` of [..., N, N].
+
+    A 1 = 1: on vectors of mean zero, in an orthonormal basis, A has exactly the others.
     """
-    values, vectors, _ = eig_ex(matrix.to(torch.complex128 if matrix.is_complex() else torch.float64))
-    condition = torch.linalg.vector_norm(vectors, dim=-2) * torch.linalg.vector_norm(inverse(vectors), dim=-1)
-    condition = bounded_condition(condition.nan_to_num(math.inf, posinf=math.inf))
-    rounding = torch.finfo(matrix.dtype).eps + matrix.shape[-1] * torch.finfo(torch.float64).eps
-    size = torch.linalg.matrix_norm(matrix.to(vectors.dtype))
-    return Eigenvalues(values, condition * rounding * size[..., None])
+    n, wide = attention.shape[-1], attention.double()
+    rounding = (n + 8) * EPS * frobenius(wide)
+    return enclosed_eigenvalues(on_mean_zero(wide), _spread(attention, deviation(attention)) + rounding, solver)
+
+
+def _spread(matrix: Tensor, relative: Tensor | float) -> Tensor:
+    """‖E‖₂ if |e_ij| ≤ relative·|m_ij|, up to the underflow of M's dtype."""
+    return relative * size_of_moduli(matrix) + matrix.shape[-1] * underflow(matrix.dtype)
+
+
+def deviation(attention: Tensor) -> Tensor:
+    """How far the entries of the matrices that a verdict speaks of may be off those given, [...], relatively.
+
+    ε/2 for those that round to what was given, and more where the sums of rows are off by more, so that the matrix
+    whose rows are divided by their sums is always among them. Infinite where sums say nothing.
+    """
+    n = attention.shape[-1]
+    sizes = attention.abs().sum(-1, dtype=torch.float64)
+    off = ((attention.sum(-1, dtype=torch.float64) - 1).abs() + n * EPS / 2 * sizes).amax(-1)
+    return torch.where(off < 1, off / (1 - off) * (1 + 4 * EPS), math.inf).clamp(min=half_ulp(attention.dtype))
+
+
+def half_ulp(dtype: torch.dtype) -> float:
+    """How far a number may be off the one it rounds to, relatively."""
+    return torch.finfo(dtype).eps / 2 * (1 + 4 * EPS)
+
+
+def underflow(dtype: torch.dtype) -> float:
+    """How far an entry may be off by underflow: of bfloat16 and wider types that may be flushed to zero."""
+    info = torch.finfo(dtype)
+    return info.tiny * (info.eps if dtype == torch.float16 else 1)
 
 
 def ergodicity(attention: Tensor) -> Tensor:
-    """Dobrushin's coefficient ½ max_ik Σ_j |a_ij − a_kj|: no eigenvalue but the Perron one is larger in modulus."""
-    rows = attention.double()
-    return torch.cdist(rows, rows, p=1).amax((-2, -1)) / 2 + torch.finfo(attention.dtype).eps
+    """Dobrushin's coefficient ½ max_ik Σ_j |a_ij − a_kj|: no eigenvalue but the Perron one is larger in modulus.
+
+    Of all matrices within `deviation`.
+    """
+    rows, n = attention.double(), attention.shape[-1]
+    distance = torch.cdist(rows, rows, p=1).amax((-2, -1)) / 2 * (1 + (n + 4) * EPS)
+    size = rows.abs().sum(-1).amax(-1) * (1 + n * EPS)
+    return distance + deviation(attention) * size + n * underflow(attention.dtype)
 
 
 def head_weights(w_v: Tensor, w_proj: Tensor, num_heads: int) -> Tensor:
@@ -138,35 +202,34 @@ def head_weights(w_v: Tensor, w_proj: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_eigenvalues(attention: Tensor) -> Eigenvalues:
-    """The diagonal, which is exact up to the rounding of its entries."""
-    values = attention.double().diagonal(dim1=-2, dim2=-1)
-    return Eigenvalues(values.to(torch.complex128), values.abs() * torch.finfo(attention.dtype).eps)
+    """The diagonal but its first entry, which is the Perron eigenvalue."""
+    values = attention.double().diagonal(dim1=-2, dim2=-1)[..., 1:]
+    error = values.abs() * deviation(attention)[..., None] * (1 + EPS) + underflow(attention.dtype)
+    return Eigenvalues(values.to(torch.complex128), error)
 
 
-def attention_is_stochastic(attention: Tensor) -> Tensor:
-    """Whether every row sums to one, up to far more than rounding and far less than a row without keys."""
+def attention_is_stochastic(attention: Tensor, is_causal: bool = False) -> Tensor:
+    """Whether every row sums to one, up to far more than rounding and far less than a row without keys.
+
+    With is_causal, whether nothing stands above the diagonal either.
+    """
     tolerance = math.sqrt(torch.finfo(attention.dtype).eps)
-    return ((attention.sum(-1, dtype=torch.float64) - 1).abs() < tolerance).all(-1)
+    is_stochastic = ((attention.sum(-1, dtype=torch.float64) - 1).abs() < tolerance).all(-1)
+    return is_stochastic & (attention.triu(1) == 0).all(-1).all(-1) if is_causal else is_stochastic
 
-
-def bounded_condition(condition: Tensor) -> Tensor:
-    """Condition numbers without inf and nan, which would give nan when they are multiplied by zero."""
-    return condition.nan_to_num(nan=_USELESS).clamp(max=_USELESS)
-
-
-# A condition number that says nothing.
-_USELESS = 1e100
 
 # An eigenvalue whose error is larger than this is not known well enough to be called zero or one.
 _SHARP = 1e-2
 
 
 def _largest(pairs: Tensor) -> Tensor:
-    return pairs.amax((-2, -1))
+    return pairs.amax((-2, -1)) if pairs.shape[-1] else pairs.new_full(pairs.shape[:-2], -math.inf)
 
 
 def _winner_is_tied(other: Tensor, attention: Eigenvalues, weight: Eigenvalues) -> Tensor:
     """Whether the winning λ^H is zero, or the winning λ^A is a second eigenvalue 1, within their errors."""
+    if other.shape[-1] == 0:
+        return other.new_zeros(other.shape[:-2], dtype=torch.bool)
     winner = other.flatten(-2).argmax(-1)[..., None]  # index of (j, i)
     zero = weight.values.abs() <= weight.error.clamp(max=_SHARP)  # [..., d]
     one = (attention.values - 1).abs() <= attention.error.clamp(max=_SHARP)  # [..., N]

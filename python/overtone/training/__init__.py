@@ -4,6 +4,7 @@
 
     result = train(TrainConfig(data="digits", regime="sharpen", depth=4, epochs=20), "runs/sharpen", resume=True)
     model = load_model("runs/sharpen")
+    predictions = list(predict("runs/sharpen", ["photo.png", "folder"]))
 
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
@@ -16,7 +17,9 @@ from overtone.training.errors import (
     DataError,
     DivergedError,
     LostProcessError,
+    ResourceError,
     TrainingError,
 )
+from overtone.training.inference import Prediction, predict
 from overtone.training.model import build_model, load_config, load_info, load_model
 from overtone.training.trainer import TrainResult, train

@@ -1,15 +1,19 @@
 """The files of a run: written whole or not at all, and read without pickle.
 
 Tensors are in safetensors, everything else is JSON in the same file's metadata, so that one rename replaces all of a
-checkpoint at once.
+checkpoint at once. A checksum over both is looked at whenever the file is read; it costs about a second per gigabyte.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import hashlib
 import json
 import os
+import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone.training.errors import CheckpointError
+from overtone.training.errors import CheckpointError, one_line, reason
 from overtone.training.recipe import WeightAverage
 
 CHECKPOINT = "checkpoint.safetensors"  # what a run needs to go on
 WEIGHTS = "model.safetensors"  # what a trained model needs
+
+# The metadata of a file: its state, and SHA-256 of the state alone and of everything. Files of the time before there
+# were checksums have "state"; a name of its own keeps a damaged file from passing for one of them.
+STATE, STATE_DIGEST, DIGEST = "checked_state", "state_sha256", "sha256"
+STATE_WITHOUT_DIGEST = "state"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -32,19 +41,42 @@ def write_text(path: Path, text: str) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     from safetensors.torch import save_file  # here, as below: reading a configuration needs no extra package
 
+    text = json.dumps(state)
     with _replacing(path) as draft:
-        draft.touch()  # safetensors alone would keep the file from other users
-        save_file(tensors, draft, {"state": json.dumps(state)})
+        draft.unlink(missing_ok=True)
+        draft.touch()
+        mode = stat.S_IMODE(draft.stat().st_mode)  # by the umask; safetensors would keep the file from other users
+        save_file(tensors, draft, {STATE: text, STATE_DIGEST: _digest(text), DIGEST: _digest(text, tensors)})
+        draft.chmod(mode)
+
+
+def _digest(text: str, tensors: dict[str, Tensor] | None = None) -> str:
+    """SHA-256 of the state, and of names, dtypes, shapes and bytes of the tensors (contiguous, on the CPU)."""
+    digest = hashlib.sha256(text.encode())
+    for name, value in sorted((tensors or {}).items()):
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        if value.numel():
+            digest.update((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A draft to write to, which takes the file's place once all of it is on the disk."""
+    from safetensors import SafetensorError
+
     draft = path.with_name(f".{path.name}.draft")
-    yield draft
-    _flush(draft)
-    os.replace(draft, path)
-    _flush(path.parent)
+    try:
+        yield draft
+        _flush(draft)
+        os.replace(draft, path)
+        _flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)  # a part of a file would only fill the disk
+        said = reason(error) if isinstance(error, OSError) else one_line(error)
+        before = "; the one before it is whole" if path.is_file() else ""
+        raise CheckpointError(f"{path}: cannot be written: {said}{before}") from error
 
 
 def _flush(path: Path) -> None:
@@ -58,34 +90,81 @@ def _flush(path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """What is not a tensor."""
     with _opened(path) as file:
-        return json.loads(file.metadata()["state"])
+        state = json.loads(_checked_text(file))
+        if not isinstance(state, dict):
+            raise ValueError("its state is no object")
+        return state
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        text, metadata = _checked_text(file), file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if STATE in metadata and _digest(text, tensors) != metadata.get(DIGEST):
+            raise ValueError("its tensors are not those that were written (SHA-256)")
+        return tensors
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, with "sha256", which tells it from other checkpoints. `read_tensors` checks them."""
+    state = read_state(path)
+    for name, kind in {"step": int, "seconds": float, "config": dict, "history": list}.items():
+        if not isinstance(state.get(name), kind):
+            raise CheckpointError(f"{path}: damaged: its state has no {name}; remove it, and the run starts anew")
+    with _opened(path) as file:
+        digest = file.metadata().get(DIGEST)
+    return state | {"sha256": digest or _digest(json.dumps(state), read_tensors(path))}
+
+
+def note_if_unchecked(path: Path) -> None:
+    with _opened(path) as file:
+        if STATE not in file.metadata():
+            print(
+                f"note: {path} is of an overtone without checksums: damage, or other data than the run's, would not be "
+                "noticed",
+                file=sys.stderr,
+            )
+
+
+def _checked_text(file: Any) -> str:
+    metadata = file.metadata()
+    if STATE not in metadata:
+        return metadata[STATE_WITHOUT_DIGEST]
+    if _digest(metadata[STATE]) != metadata.get(STATE_DIGEST):
+        raise ValueError("its state is not the one that was written (SHA-256)")
+    return metadata[STATE]
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            if "state" not in (file.metadata() or {}):
-                raise CheckpointError(f"{path}: not written by overtone: it has no state")
+            if not {STATE, STATE_WITHOUT_DIGEST} & (file.metadata() or {}).keys():
+                raise CheckpointError(f"{path}: not written by overtone, or damaged: it has no state")
             yield file
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}; remove it, and the run starts anew") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: not readable: {reason(error)}") from None
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # a damaged header may break any assumption of what reads it
+        raise CheckpointError(f"{path}: damaged: {one_line(error)}; remove it, and the run starts anew") from None
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Only one process writes to a run's folder. The lock ends with the process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(f"{folder}: cannot be a run's folder: it, or a part of its path, is a file") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be a run's folder: {reason(error)}") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,17 +209,27 @@ def restore(
 ) -> None:
     """The inverse of `collected`, for any number of processes."""
     for name, value in model.state_dict().items():
-        value.copy_(_like(value, tensors[f"model.{name}"]))
+        value.copy_(_like(value, fitting(tensors, f"model.{name}", value)))
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
-        saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        optimizer.state[parameter] = {
-            key: _like(parameter, value) if value.shape == parameter.shape else value.to(parameter.device)
-            for key, value in saved.items()
-        }
+        if any(key.startswith(prefix) for key in tensors):
+            optimizer.state[parameter] = {
+                "step": fitting(tensors, f"{prefix}step", torch.zeros(())).to(parameter.device),
+                "exp_avg": _like(parameter, fitting(tensors, f"{prefix}exp_avg", parameter)),
+                "exp_avg_sq": _like(parameter, fitting(tensors, f"{prefix}exp_avg_sq", parameter)),
+            }
     if average is not None:
         for name, value in average.values.items():
-            value.copy_(_like(value, tensors[f"average.{name}"]))
+            value.copy_(_like(value, fitting(tensors, f"average.{name}", value)))
+
+
+def fitting(tensors: dict[str, Tensor], name: str, target: Tensor) -> Tensor:
+    """A saved tensor, of the shape it must have: copying would broadcast another one."""
+    value = tensors.get(name)
+    if value is None or value.shape != target.shape:
+        found = "none" if value is None else f"one of shape {tuple(value.shape)}"
+        raise CheckpointError(f"the checkpoint's tensor {name}: got {found}, wanted shape {tuple(target.shape)}")
+    return value
 
 
 def _like(target: Tensor, value: Tensor) -> Tensor:

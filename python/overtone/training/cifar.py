@@ -95,7 +95,8 @@ def load_cifar(name: str, data_dir: str | None) -> Data:
     names = contents[cifar.names].decode().split()
     if len(names) != cifar.classes:
         raise DataError(f"{name}: {cifar.names} names {len(names)} classes, wanted {cifar.classes}; {_again(cifar)}")
-    return Data(train, test, DataInfo(names, channels=3, mean=cifar.mean, std=cifar.std))
+    info = DataInfo(names, channels=3, mean=cifar.mean, std=cifar.std)
+    return Data(train, test, info, "the official training and test images")
 
 
 def _from_folder(folder: Path, cifar: Cifar) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import hashlib
 import json
 import math
 import types
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from overtone.training.errors import ConfigError
+from overtone.training.errors import ConfigError, one_line, reason, shown
 
 DataName = Literal["digits", "cifar10", "cifar100", "folder"]
 
@@ -35,8 +36,9 @@ class TrainConfig:
     data_dir: str | None = _field(
         None,
         "data",
-        "cifar: folder with the official binary archive, or where it was unpacked; folder: one directory per class, "
-        "or train/ and val/ with them",
+        "cifar: folder with the official binary archive, or where it was unpacked; folder: train/ and val/ with one "
+        "directory per class each, or the classes' directories themselves: then 20% of every class (at least one "
+        "image) are test images, the same ones for every --seed",
         neutral=True,
     )
     fraction: float = _field(1.0, "data", "share of the training images to use, the same of every class", least=0.0)
@@ -88,6 +90,10 @@ class TrainConfig:
 
     seed: int = _field(0, "run", "of weights, order and augmentation", least=0)
     device: Literal["auto", "cpu", "cuda"] = _field("auto", "run", "auto: a GPU if there is one", neutral=True)
+    compile: bool = _field(
+        False, "run", "compile the model with torch.compile; a resumed run is the same bit for bit if this is the same",
+        neutral=True,
+    )  # fmt: skip
     parallel: Literal["ddp", "fsdp"] = _field("ddp", "run", "what several processes (torchrun) use", neutral=True)
     checkpoint_steps: int = _field(0, "run", "also write a checkpoint every so many steps", least=0, neutral=True)
     timeout: float = _field(
@@ -127,8 +133,9 @@ class TrainConfig:
     def from_json(cls, path: str | Path) -> TrainConfig:
         try:
             values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: no readable JSON file: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            said = reason(error) if isinstance(error, OSError) else one_line(error)
+            raise ConfigError(f"{path}: no readable JSON file: {said}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: got a JSON {type(values).__name__}, wanted an object of fields")
         return cls.from_dict(values, str(path))
@@ -144,11 +151,16 @@ class TrainConfig:
 
     def differences(self, other: TrainConfig) -> list[str]:
         """What makes the other run another one, as "field: ours, theirs"."""
-        return [
-            f"{field.name}: {getattr(self, field.name)!r}, {getattr(other, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if not field.metadata["neutral"] and getattr(self, field.name) != getattr(other, field.name)
-        ]
+        ours, theirs = self._decisive(), other._decisive()
+        return [f"{name}: {value!r}, {theirs[name]!r}" for name, value in ours.items() if value != theirs[name]]
+
+    def digest(self) -> str:
+        """Of everything that makes it another run."""
+        return hashlib.sha256(json.dumps(self._decisive()).encode()).hexdigest()
+
+    def _decisive(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self) if not field.metadata["neutral"]]
+        return {name: getattr(self, name) for name in names}
 
     def as_text(self) -> str:
         """One line per group."""
@@ -176,15 +188,15 @@ def _check(field: dataclasses.Field, value: Any) -> None:
     if value is None and optional:
         return
     if not isinstance(choices[0], type):
-        if value not in choices:
-            raise ConfigError(f"{field.name}: got {value!r}, wanted one of {', '.join(map(str, choices))}")
+        if not isinstance(value, (int, str)) or value not in choices:
+            raise ConfigError(f"{field.name}: got {shown(value)}, wanted one of {', '.join(map(str, choices))}")
         return
     (kind,) = choices
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{field.name}: got {value!r}, wanted {kind.__name__}")
+        raise ConfigError(f"{field.name}: got {shown(value)}, wanted {kind.__name__}")
     if kind in (int, float):
         least, below = field.metadata["least"], field.metadata["below"]
         if not math.isfinite(value) or not least <= value < below:
             limits = f"at least {least:g}" + (f" and below {below:g}" if below < math.inf else "")
-            raise ConfigError(f"{field.name}: got {value!r}, wanted a number of {limits}")
+            raise ConfigError(f"{field.name}: got {shown(value)}, wanted a number of {limits}")

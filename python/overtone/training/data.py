@@ -11,8 +11,10 @@ from torch import Tensor
 from overtone.training import keyed
 from overtone.training.config import TrainConfig
 from overtone.training.errors import ConfigError, DataError
+from overtone.training.identity import File
 
 TEST_SHARE = 0.2  # of data that comes without a split
+SPLIT = f"{TEST_SHARE:.0%} of every class, at least one image, are test images, the same ones for every --seed"
 
 
 class ImageSet(Protocol):
@@ -27,6 +29,9 @@ class ImageSet(Protocol):
         """`images` of one batch after the other, read ahead where reading is slow."""
 
     def subset(self, indices: Tensor) -> ImageSet: ...
+
+    def files(self) -> list[File]:
+        """What the images are, in their order."""
 
 
 class MemoryImages:
@@ -43,6 +48,12 @@ class MemoryImages:
 
     def subset(self, indices: Tensor) -> MemoryImages:
         return MemoryImages(self._images[indices], self.labels[indices])
+
+    def files(self) -> list[File]:
+        def content() -> bytes:
+            return self._images.numpy().tobytes() + self.labels.numpy().tobytes()
+
+        return [File("", -1, self._images.nbytes, content)]
 
 
 class DataInfo(NamedTuple):
@@ -63,6 +74,7 @@ class Data(NamedTuple):
     train: ImageSet
     test: ImageSet
     info: DataInfo
+    origin: str = ""  # where the two sets come from, in words
 
 
 # What a field that is None stands for, per data set.
@@ -132,4 +144,5 @@ def _digits() -> Data:
     found = load_digits()
     images = torch.from_numpy(found.images).mul(255 / 16).round().to(torch.uint8)[:, None]
     train, test = split(MemoryImages(images, torch.from_numpy(found.target).long()))
-    return Data(train, test, DataInfo([str(digit) for digit in range(10)], channels=1, mean=[0.305], std=[0.376]))
+    info = DataInfo([str(digit) for digit in range(10)], channels=1, mean=[0.305], std=[0.376])
+    return Data(train, test, info, SPLIT)

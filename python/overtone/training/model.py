@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from overtone import models
 from overtone.training import checkpoint
 from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo, resolved
-from overtone.training.errors import CheckpointError, ConfigError
+from overtone.training.errors import CheckpointError, ConfigError, machine_errors, one_line
 
 SIZES = {"tiny": models.vit_tiny, "small": models.vit_small, "base": models.vit_base}
 
@@ -44,7 +45,7 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         try:
             return build(config.image_size, config.patch_size, len(info.classes), config.regimes, **options)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(one_line(error)) from None
 
 
 def save_model(folder: Path, config: TrainConfig, info: DataInfo, weights: dict[str, Tensor]) -> None:
@@ -59,26 +60,54 @@ def load_model(run: str | Path) -> models.VisionTransformer:
         run: the run's folder, or its model.safetensors.
     """
     path = _weights_file(run)
-    state = checkpoint.read_state(path)
-    model = build_model(TrainConfig.from_dict(state["config"], str(path)), DataInfo(**state["data"]))
-    tensors = checkpoint.read_tensors(path)
-    model.to(next(iter(tensors.values())).dtype)
+    checkpoint.note_if_unchecked(path)
+    config, info, tensors = load_config(path), load_info(path), checkpoint.read_tensors(path)
+    _check_size(path, config, info, tensors)
+    with machine_errors():
+        model = build_model(config, info)
     try:
+        model.to(next(iter(tensors.values())).dtype)
         model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: its weights do not fit its configuration: {error}") from None
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path}: its weights do not fit its configuration: {one_line(error)}") from None
     return model.eval()
+
+
+def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[str, Tensor]) -> None:
+    """Before a model is built, which a file that names another size could make too large for the machine."""
+    head = tensors.get("head.weight", torch.empty(0, 0))
+    sizes = {
+        "depth": (config.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
+        "classes": (len(info.classes), len(head)),
+        "dim": (config.dim or head.shape[-1], head.shape[-1]),
+    }
+    for name, (said, found) in sizes.items():
+        if said != found:
+            raise CheckpointError(
+                f"{path}: its weights do not fit its configuration: {name}: got {found}, wanted {said}"
+            )
 
 
 def load_config(run: str | Path) -> TrainConfig:
     """The configuration of a run."""
     path = _weights_file(run)
-    return TrainConfig.from_dict(checkpoint.read_state(path)["config"], str(path))
+    return TrainConfig.from_dict(_part(path, "config"), str(path))
 
 
 def load_info(run: str | Path) -> DataInfo:
     """What a run's model knows about its data: classes, channels, mean and standard deviation of the pixels."""
-    return DataInfo(**checkpoint.read_state(_weights_file(run))["data"])
+    path = _weights_file(run)
+    try:
+        return DataInfo(**_part(path, "data"))
+    except TypeError as error:
+        raise CheckpointError(f"{path}: damaged: {one_line(error)}") from None
+
+
+def _part(path: Path, name: str) -> dict[str, Any]:
+    values = checkpoint.read_state(path).get(name)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: no model of overtone train: its state has no {name}")
+    return values
 
 
 def _weights_file(run: str | Path) -> Path:

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overtone.training.config import TrainConfig
-from overtone.training.errors import ConfigError, LostProcessError
+from overtone.training.errors import CheckpointError, ConfigError, LostProcessError, TrainingError, machine_errors
+
+T = TypeVar("T")
 
 # What gloo and nccl say when they have lost another process.
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "timed out", "timeout", "process group")
@@ -60,6 +64,31 @@ class Processes:
                 f"{self.config.timeout:g} s ({str(error).splitlines()[0]}); "
                 "the last checkpoint is whole: go on with --resume"
             ) from error
+
+    def agreed(self, find: Callable[[], T], brief: Callable[[T], str]) -> T:
+        """What `find` returns, if it is the same in every process (in brief words); all raise if it fails in one."""
+        found, failure = None, None
+        try:
+            with machine_errors():
+                found = find()
+        except TrainingError as error:
+            if not self.connected:
+                raise
+            failure = error
+        if not self.connected:
+            return found  # type: ignore[return-value]
+        words = str(failure) if failure is not None else brief(found)  # type: ignore[arg-type]
+        all_words: list[tuple[bool, str]] = [(False, "")] * self.count
+        dist.all_gather_object(all_words, (failure is not None, words))
+        if failure is not None:
+            raise failure
+        for rank, (failed, said) in enumerate(all_words):
+            if failed:
+                raise CheckpointError(f"rank {rank}: {said}")
+        if len(set(all_words)) > 1:
+            listed = "; ".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(all_words))
+            raise CheckpointError(f"the ranks would not train the same run: {listed}; all need the same folders")
+        return found  # type: ignore[return-value]
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """The model as this process trains it. `model` keeps its parameters' names, sharded in place by FSDP2."""

@@ -18,15 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overtone.training import checkpoint, keyed, metrics
+from overtone.training import checkpoint, identity, keyed, metrics
 from overtone.training.augment import augmented
 from overtone.training.config import TrainConfig
 from overtone.training.data import Data, load_data, resolved
-from overtone.training.errors import CheckpointError, ConfigError, DivergedError
+from overtone.training.errors import CheckpointError, ConfigError, DataError, DivergedError, machine_errors
 from overtone.training.model import build_model, save_model
 from overtone.training.processes import Processes
 from overtone.training.recipe import WeightAverage, check_precision, learning_rate, optimizer_of
 
+CONFIG = "config.json"
 REPORT_STEPS = 10  # between looks at the means, where several processes must take them together
 
 
@@ -49,18 +50,26 @@ def train(config: TrainConfig, folder: str | Path, *, resume: bool = False, prog
         config: what to train, on what, and how.
         folder: of the run. It may exist, but not hold another run.
         resume: go on from the folder's checkpoint, if there is one. On a CPU the result is the same, bit for bit, as
-            that of a run that was never interrupted. A finished run is not repeated.
+            that of a run that was never interrupted. A finished run is not repeated; with more `epochs` it goes on,
+            at the learning rates of the longer schedule. Other data than the run's is refused.
         progress: show a progress bar on stderr.
     """
     _check_packages()
     config, folder = resolved(config), Path(folder)
-    with Processes(config) as processes, _generators_kept(processes.device):
-        with checkpoint.locked(folder) if processes.is_first else contextlib.nullcontext():
-            state = _saved_state(folder, config, resume)
+    with machine_errors(), Processes(config) as processes, _generators_kept(processes.device):
+        with contextlib.ExitStack() as stack:
+
+            def found() -> dict | None:
+                if processes.is_first:
+                    stack.enter_context(checkpoint.locked(folder))
+                return _saved_state(folder, config, resume)
+
+            state = processes.agreed(found, lambda state: _brief(state, config))
             if state is not None and len(state["history"]) == config.epochs:
                 return TrainResult(folder, state["history"])
             check_precision(config, processes.device)
-            trainer = Trainer(config, folder, processes, load_data(config))
+            data, images = processes.agreed(lambda: _identified(folder, config, state), lambda found: str(found[1]))
+            trainer = Trainer(config, folder, processes, data, images)
             if state is not None:
                 trainer.restore(state)
             return trainer.run(progress)
@@ -72,18 +81,62 @@ def _check_packages() -> None:
         raise ConfigError(f"training needs {' and '.join(missing)}: pip install 'overtone[study]'")
 
 
+def saved_config(folder: Path) -> TrainConfig | None:
+    """The configuration of the run in the folder: its checkpoint's, or what it was started with; None without a run."""
+    path = folder / checkpoint.CHECKPOINT
+    if path.exists():
+        return TrainConfig.from_dict(checkpoint.read_run(path)["config"], str(path))
+    path = folder / CONFIG
+    return TrainConfig.from_json(path) if path.exists() else None
+
+
 def _saved_state(folder: Path, config: TrainConfig, resume: bool) -> dict | None:
     """What the folder's checkpoint says besides tensors; None if there is none."""
     path = folder / checkpoint.CHECKPOINT
-    if not path.exists():
-        return None
-    if not resume:
+    if path.exists() and not resume:
         raise CheckpointError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
-    state = checkpoint.read_state(path)
-    differences = TrainConfig.from_dict(state["config"], str(path)).differences(config)
+    before = saved_config(folder) if resume else None
+    if before is not None:
+        check_same_run(folder, before, config)
+    return checkpoint.read_run(path) if path.exists() else None
+
+
+def check_same_run(folder: Path, before: TrainConfig, config: TrainConfig) -> None:
+    """More epochs do not make it another run; everything else that decides the result does."""
+    longer = before.replace(epochs=max(before.epochs, config.epochs))
+    differences = (longer if longer.epochs == config.epochs else before).differences(config)
     if differences:
         raise CheckpointError(f"{folder} holds another run; different are (there, here): {'; '.join(differences)}")
-    return state
+
+
+def _brief(state: dict | None, config: TrainConfig) -> str:
+    """What processes must have in common to go on together."""
+    place = "no checkpoint" if state is None else f"step {state['step']} (SHA-256 {state['sha256'][:8]})"
+    return f"{place}, configuration {config.digest()[:8]}"
+
+
+class Images(NamedTuple):
+    """Which images a run is about: see `identity`."""
+
+    listed: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{len(self.listed.splitlines())} classes and images (SHA-256 {self.digest[:8]})"
+
+
+def _identified(folder: Path, config: TrainConfig, state: dict | None) -> tuple[Data, Images]:
+    """The data, and which they are. A run goes on with its own data only."""
+    data = load_data(config)
+    listed = identity.listed(data)
+    images = Images(listed, identity.digest(listed))
+    before = images.digest if state is None else state.get("data_sha256", images.digest)
+    if before != images.digest:
+        raise DataError(
+            f"{folder}: not the data that the run was trained on: {identity.difference(folder, before, listed)}; "
+            "restore them, or train in another folder"
+        )
+    return data, images
 
 
 @contextlib.contextmanager
@@ -106,6 +159,9 @@ class Sums:
         totals = torch.stack((loss.detach().double(), (right * one).sum(), one.sum()))
         self.values += torch.cat((totals, ratios.double().where(one > 0, 0).sum(1)))  # a ratio may be infinite
 
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.values.copy_(checkpoint.fitting(tensors, "sums", self.values))
+
 
 class Means(NamedTuple):
     loss: float
@@ -116,12 +172,15 @@ class Means(NamedTuple):
 class Trainer:
     """One run, from its configuration to its last checkpoint. See `train`."""
 
-    def __init__(self, config: TrainConfig, folder: Path, processes: Processes, data: Data) -> None:
-        self.config, self.folder, self.processes, self.data = config, folder, processes, data
+    def __init__(self, config: TrainConfig, folder: Path, processes: Processes, data: Data, images: Images) -> None:
+        self.config, self.folder, self.processes, self.data, self.images = config, folder, processes, data, images
         self.device = processes.device
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.steps_per_epoch = self._steps_per_epoch()
         self.model = build_model(config, data.info).to(self.device, self.dtype)
+        if config.compile:
+            # A graph per shape, whatever came before it, and torch's own random numbers: resuming stays exact.
+            self.model.compile(dynamic=False, options={"fallback_random": True})
         self.wrapped = processes.wrapped(self.model)
         self.optimizer = optimizer_of(self.model, config)
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
@@ -147,7 +206,7 @@ class Trainer:
     def run(self, progress: bool) -> TrainResult:
         first = self.processes.is_first
         if first:
-            checkpoint.write_text(self.folder / "config.json", self.config.to_json())
+            self._describe(progress)
         self.bar = metrics.Progress(self.folder.name, self.step, self.steps, shown=progress and first)
         self.events = metrics.EventFiles(
             self.folder / "tensorboard", self.config.tensorboard and first, first_epoch=len(self.history)
@@ -159,6 +218,13 @@ class Trainer:
             self.bar.close()
             self.events.close()
         return TrainResult(self.folder, self.history)
+
+    def _describe(self, progress: bool) -> None:
+        checkpoint.write_text(self.folder / CONFIG, self.config.to_json())
+        checkpoint.write_text(self.folder / identity.LIST, self.images.listed)
+        if progress:
+            train, test = (len(images.labels) for images in (self.data.train, self.data.test))
+            print(f"data: {train} training and {test} test images ({self.data.origin})", file=sys.stderr)
 
     def _epoch(self, epoch: int) -> None:
         batches = self._batches(epoch)
@@ -315,15 +381,34 @@ class Trainer:
                 "step": self.step,
                 "seconds": self.seconds,
                 "config": self.config.to_dict(),
+                "data_sha256": self.images.digest,
                 "history": self.history,
             }
             checkpoint.write_tensors(self.folder / checkpoint.CHECKPOINT, tensors, state)
 
     def restore(self, state: dict) -> None:
-        tensors = checkpoint.read_tensors(self.folder / checkpoint.CHECKPOINT)
+        path = self.folder / checkpoint.CHECKPOINT
+        if self.processes.is_first:
+            checkpoint.note_if_unchecked(path)
+        tensors = checkpoint.read_tensors(path)
         checkpoint.restore(tensors, self.model, self.optimizer, self.average)
         if self.processes.is_first:  # the others add nothing to what was summed before
-            self.sums.values.copy_(tensors["sums"])
+            self.sums.restore(tensors)
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        before = TrainConfig.from_dict(state["config"], str(path))
         if self.processes.is_first:
             print(f"resumed at step {self.step} of {self.steps}", file=sys.stderr)
+        if before.epochs != self.config.epochs:
+            self._extend(before)
+
+    def _extend(self, before: TrainConfig) -> None:
+        """From now on this is a run of more epochs, also for the next --resume."""
+        if self.processes.is_first:
+            rates = [learning_rate(self.step, self.steps_per_epoch, config) for config in (before, self.config)]
+            print(
+                f"epochs: {before.epochs} become {self.config.epochs}: from here the cosine is that of the longer run, "
+                f"so the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}; "
+                f"the result is not that of {self.config.epochs} epochs from the start",
+                file=sys.stderr,
+            )
+        self._save()

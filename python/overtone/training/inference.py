@@ -1,0 +1,118 @@
+"""What a trained run says about images of any kind: `overtone predict` from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from overtone.training.config import TrainConfig
+from overtone.training.data import DataInfo
+from overtone.training.errors import ConfigError, DataError, machine_errors
+from overtone.training.folder import image_files, read_image
+from overtone.training.model import load_config, load_info, load_model
+
+
+class Prediction(NamedTuple):
+    """Of one image: the classes and their probabilities, the most probable first; or why there are none."""
+
+    image: Path
+    classes: list[str]
+    probabilities: list[float]
+    error: str | None = None
+
+
+def predict(
+    run: str | Path,
+    images: Iterable[str | Path],
+    *,
+    batch_size: int = 64,
+    device: str = "cpu",
+    workers: int = 2,
+) -> Iterator[Prediction]:
+    """Classify images with the model of a run, as the run reads them: its size, colours and normalisation.
+
+    Args:
+        run: the run's folder, or its model.safetensors.
+        images: files, and folders, whose images are taken with those of their subfolders. An image that cannot be read
+            gives a prediction with an `error`, and the others follow.
+        batch_size: images computed at once.
+        device: where the model runs, such as "cuda".
+        workers: threads that decode images.
+    """
+    if batch_size < 1 or workers < 1:
+        raise ConfigError(f"predict: got batch_size={batch_size}, workers={workers}, wanted at least 1")
+    with machine_errors():
+        config, info, model = load_config(run), load_info(run), load_model(run).to(_device(device))
+        found = list(_files(images))
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(found), batch_size):
+            with machine_errors():
+                part = _classified(found[start : start + batch_size], model, config, info, pool)
+            yield from part
+
+
+@torch.inference_mode()
+def _classified(
+    images: Sequence[Path | Prediction],
+    model: nn.Module,
+    config: TrainConfig,
+    info: DataInfo,
+    pool: ThreadPoolExecutor,
+) -> list[Prediction]:
+    size, parameter = config.image_size, next(model.parameters())
+    assert size is not None  # where it was left open, the run has written what it took
+
+    def read(image: Path | Prediction) -> tuple[Path, Tensor] | Prediction:
+        if isinstance(image, Prediction):
+            return image
+        try:
+            return image, read_image(image, size, info.channels)
+        except DataError as error:
+            return Prediction(image, [], [], str(error))
+
+    contents = list(pool.map(read, images))
+    readable = [content[1] for content in contents if not isinstance(content, Prediction)]
+    if not readable:
+        return [content for content in contents if isinstance(content, Prediction)]
+    inputs = info.normalise(torch.stack(readable).to(parameter.device), parameter.dtype)
+    scores = iter(model(inputs).softmax(1).double().cpu())
+    return [
+        content if isinstance(content, Prediction) else _prediction(content[0], next(scores), info.classes)
+        for content in contents
+    ]
+
+
+def _prediction(image: Path, probabilities: Tensor, classes: Sequence[str]) -> Prediction:
+    values, order = probabilities.sort(descending=True, stable=True)
+    return Prediction(image, [classes[index] for index in order.tolist()], values.tolist())
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device: got {name!r}, wanted cpu, cuda or another of torch's") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no GPU here; use cpu")
+    return device
+
+
+def _files(images: Iterable[str | Path]) -> Iterator[Path | Prediction]:
+    """All images, and the folders that have none as predictions that say so."""
+    for image in map(Path, images):
+        if not image.is_dir():
+            yield image
+            continue
+        try:
+            found = image_files(image)
+        except DataError as error:
+            yield Prediction(image, [], [], str(error))
+            continue
+        if not found:
+            yield Prediction(image, [], [], f"{image}: a folder without images")
+        yield from found
