@@ -7,6 +7,7 @@
 
 #include "cpu/eig_lapack.h"
 #include "cpu/isa.h"
+#include "cpu/memory.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
@@ -37,13 +38,12 @@ bool is_for_lanes(const Eig& call, int64_t groups) {
   return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * worth;
 }
 
-// What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the
-// right ones are one.
-std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic, bool right, bool left) {
-  constexpr const char* op = "eig";
+std::tuple<Tensor, Tensor, Tensor, Tensor> solve(const char* op, const Tensor& a, bool row_stochastic, bool right,
+                                                 bool left) {
   STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
   STD_TORCH_CHECK(a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double, op,
                   ": A must be float32 or float64");
+  check_fits(a.size(-2), a.size(-1));
   const MatricesView matrices(a);
   Eig call;
   call.matrices = matrices.batch;
@@ -54,10 +54,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   const ScalarType complex_type = call.is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
   const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
   const std::vector<int64_t> of_values(shape.begin(), shape.end() - 1), leading(shape.begin(), shape.end() - 2);
-  Tensor values = torch::stable::new_empty(a, of_values, complex_type);
-  Tensor right_vectors = torch::stable::new_empty(a, right ? shape : none, complex_type);
-  Tensor left_vectors = torch::stable::new_empty(a, right && left ? shape : none, complex_type);
-  Tensor info = torch::stable::new_empty(a, leading, ScalarType::Int);
+  Tensor values = new_tensor(a, of_values, complex_type);
+  Tensor right_vectors = new_tensor(a, right ? shape : none, complex_type);
+  Tensor left_vectors = new_tensor(a, right && left ? shape : none, complex_type);
+  Tensor info = new_tensor(a, leading, ScalarType::Int);
   call.eigenvalues = values.data_ptr();
   call.right = right ? right_vectors.data_ptr() : nullptr;
   call.left = right && left ? left_vectors.data_ptr() : nullptr;
@@ -68,14 +68,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
     const auto& run = kernels(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
     if (row_stochastic || is_for_lanes(call, groups)) {
-      const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
-      for_items(groups, [&](WorkQueue& queue) { run.eig(call, queue); }, grain);
+      const int64_t grain = std::max<int64_t>(1, 4096 / call.n / call.n / call.n);  // n³ may be beyond all integers
+      WorkQueue queue{0, groups};
+      parallel_ranges(0, groups, grain, [&](int64_t, int64_t) { run.eig(call, queue); });
     } else {
       note_kernel(op, "lapack");
       solve_by_lapack(call, run, a);
     }
   }
   return {values, right_vectors, left_vectors, info};
+}
+
+// What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the
+// right ones are one.
+std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic, bool right, bool left) {
+  constexpr const char* op = "eig";
+  return with_memory_for(op, [&] { return solve(op, a, row_stochastic, right, left); });
 }
 
 }  // namespace

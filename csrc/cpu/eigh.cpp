@@ -7,6 +7,7 @@
 
 #include "cpu/eigh_lapack.h"
 #include "cpu/isa.h"
+#include "cpu/memory.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
@@ -28,9 +29,9 @@ const EighKernels& kernels(const char* op) {
 // the cost of waking a thread.
 template <class Work>
 void for_items(int64_t count, int64_t per_item, int64_t n, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / (per_item * n * n * n));
+  const int64_t grain = std::max<int64_t>(1, 32768 / per_item / n / n / n);  // n³ may be beyond all integers
   if (count > 0) {
-    torch::stable::parallel_for(0, (count + per_item - 1) / per_item, grain, work);
+    parallel_ranges(0, (count + per_item - 1) / per_item, grain, work);
   }
 }
 
@@ -52,9 +53,9 @@ bool is_for_lanes(ElementType type, int64_t count, int64_t per_item, int64_t n, 
   return n <= 16 || items * n <= count * worth;
 }
 
-std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
-  constexpr const char* op = "eigh";
+std::tuple<Tensor, Tensor, Tensor> solve(const char* op, const Tensor& a, bool upper, bool vectors) {
   STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
+  check_fits(a.size(-2), a.size(-1));
   const MatricesView matrices(a);
   Eigh call;
   call.type = solver_type(a, op, "A");
@@ -65,9 +66,9 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   leading.resize(leading.size() - 2);
   std::vector<int64_t> of_values = leading;
   of_values.push_back(call.n);
-  Tensor out_values = torch::stable::new_empty(a, of_values);
-  Tensor out_vectors = torch::stable::new_empty(a, vectors ? sizes_of(a) : std::vector<int64_t>{0, 0});
-  Tensor info = torch::stable::new_empty(a, leading, ScalarType::Int);
+  Tensor out_values = new_tensor(a, of_values);
+  Tensor out_vectors = new_tensor(a, vectors ? sizes_of(a) : std::vector<int64_t>{0, 0});
+  Tensor info = new_tensor(a, leading, ScalarType::Int);
   call.values = out_values.data_ptr();
   call.vectors = vectors ? out_vectors.data_ptr() : nullptr;
   call.info = static_cast<int32_t*>(info.data_ptr());
@@ -79,15 +80,21 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
               [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
     note_kernel(op, "lapack");
-    solve_by_lapack(call, a);
+    solve_by_lapack(call, run, a);
   }
   return {out_values, torch::stable::transpose(out_vectors, -2, -1), info};
 }
 
-std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std::optional<Tensor> grad_vectors,
-                                         Tensor values, Tensor vectors, Tensor info) {
-  constexpr const char* op = "eigh_backward";
+std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
+  constexpr const char* op = "eigh";
+  return with_memory_for(op, [&] { return solve(op, a, upper, vectors); });
+}
+
+std::tuple<Tensor, Tensor> differentiate(const char* op, const std::optional<Tensor>& grad_values,
+                                         const std::optional<Tensor>& grad_vectors, const Tensor& values,
+                                         const Tensor& vectors, const Tensor& info) {
   const std::vector<int64_t> shape = sizes_of(vectors);
+  STD_TORCH_CHECK(shape.size() >= 2, op, ": eigenvectors: got ", shape.size(), " dimensions, wanted [..., n, n]");
   std::vector<int64_t> of_values = shape;
   of_values.pop_back();
   const std::vector<int64_t> leading(of_values.begin(), of_values.end() - 1);
@@ -115,10 +122,10 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
     grad_view.emplace(*grad_vectors);
     call.grad_vectors = grad_view->batch;
   }
-  Tensor grad_a = torch::stable::new_empty(vectors, shape);
+  Tensor grad_a = new_tensor(vectors, shape);
   std::vector<int64_t> of_pairs = leading;
   of_pairs.push_back(2);
-  Tensor pair = torch::stable::new_empty(vectors, of_pairs, ScalarType::Int);
+  Tensor pair = new_tensor(vectors, of_pairs, ScalarType::Int);
   call.grad_a = grad_a.data_ptr();
   call.pair = static_cast<int32_t*>(pair.data_ptr());
   if (call.n == 0) {
@@ -131,6 +138,12 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
     backward_by_blas(call, run, vectors);
   }
   return {grad_a, pair};
+}
+
+std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std::optional<Tensor> grad_vectors,
+                                         Tensor values, Tensor vectors, Tensor info) {
+  constexpr const char* op = "eigh_backward";
+  return with_memory_for(op, [&] { return differentiate(op, grad_values, grad_vectors, values, vectors, info); });
 }
 
 }  // namespace

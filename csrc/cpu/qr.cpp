@@ -3,9 +3,11 @@
 #include "cpu/qr.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
 
 #include "cpu/isa.h"
+#include "cpu/memory.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
@@ -22,10 +24,14 @@ const QrKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Items per task, so that a task is worth waking a thread for.
-int64_t grain(int64_t flops_per_item) {
-  constexpr int64_t kFlopsPerTask = 200000;
-  return std::max<int64_t>(1, kFlopsPerTask / std::max<int64_t>(1, flops_per_item));
+// Items per task, so that a task is worth waking a thread for. The operations of an item, which may be more than
+// integers count, come as factors.
+int64_t grain(std::initializer_list<int64_t> flops_per_item) {
+  int64_t items = 200000;
+  for (const int64_t factor : flops_per_item) {
+    items /= std::max<int64_t>(1, factor);
+  }
+  return std::max<int64_t>(1, items);
 }
 
 ElementType matrix_type(const Tensor& a, const char* op, const char* name) {
@@ -35,11 +41,12 @@ ElementType matrix_type(const Tensor& a, const char* op, const char* name) {
   return element_type(a, op, name);
 }
 
-std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
-  constexpr const char* op = "qr";
-  const MatricesView matrices(a);
+std::tuple<Tensor, Tensor, Tensor> factor(const char* op, const Tensor& a, bool complete, bool need_q) {
   QrForward call;
   call.type = matrix_type(a, op, "A");
+  check_fits(a.size(-2), a.size(-1));
+  check_fits(complete ? a.size(-2) : 0, a.size(-2));
+  const MatricesView matrices(a);
   call.rows = a.size(-2);
   call.columns = a.size(-1);
   call.r_rows = complete ? call.rows : std::min(call.rows, call.columns);
@@ -48,26 +55,31 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
 
   std::vector<int64_t> sizes = sizes_of(a);
   sizes.resize(sizes.size() - 2);
-  Tensor info = torch::stable::new_empty(a, sizes, ScalarType::Int);
+  Tensor info = new_tensor(a, sizes, ScalarType::Int);
   sizes.insert(sizes.end(), {call.r_rows, call.columns});
-  Tensor r = torch::stable::new_empty(a, sizes);
+  Tensor r = new_tensor(a, sizes);
   sizes[sizes.size() - 2] = call.rows;
   sizes.back() = call.q_columns;
-  Tensor q = torch::stable::new_empty(a, need_q ? sizes : std::vector<int64_t>{0});
+  Tensor q = new_tensor(a, need_q ? sizes : std::vector<int64_t>{0});
   call.q = q.data_ptr();
   call.r = r.data_ptr();
   call.info = static_cast<int32_t*>(info.data_ptr());
   const auto& run = kernels(op);
   if (call.items() > 0) {
-    const int64_t flops = 4 * call.rows * call.columns * call.r_rows * (call.is_small() ? kQrGroup : 1);
-    torch::stable::parallel_for(0, call.items(), grain(flops),
-                                [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
+    const int64_t matrices = call.is_small() ? kQrGroup : 1;
+    parallel_ranges(0, call.items(), grain({4, call.rows, call.columns, call.r_rows, matrices}),
+                    [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
   }
   return {q, r, info};
 }
 
-Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, Tensor q, Tensor r) {
-  constexpr const char* op = "qr_backward";
+std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
+  constexpr const char* op = "qr";
+  return with_memory_for(op, [&] { return factor(op, a, complete, need_q); });
+}
+
+Tensor differentiate(const char* op, const std::optional<Tensor>& grad_q, const std::optional<Tensor>& grad_r,
+                     const Tensor& q, const Tensor& r) {
   QrBackward call;
   call.type = matrix_type(q, op, "Q");
   call.rows = q.size(-2);
@@ -95,21 +107,26 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
   }
   call.q = q.data_ptr();
   call.r = r.data_ptr();
-  Tensor grad_a = torch::stable::new_empty(q, sizes_of(q));
+  Tensor grad_a = new_tensor(q, sizes_of(q));
   call.grad_a = grad_a.data_ptr();
   const int64_t count = product(leading);
   std::vector<int32_t> singular(count);
   call.singular = singular.data();
   const auto& run = kernels(op);
   if (count > 0) {
-    torch::stable::parallel_for(0, count, grain(6 * call.rows * call.columns * call.columns),
-                                [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
+    parallel_ranges(0, count, grain({6, call.rows, call.columns, call.columns}),
+                    [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   }
   const auto bad = std::find(singular.begin(), singular.end(), 1);
   STD_TORCH_CHECK(bad == singular.end(), "qr: no gradient: the columns of matrix",
                   member_name(bad - singular.begin(), leading),
                   " of A are linearly dependent (R has a zero on its diagonal), so that Q is one of many");
   return grad_a;
+}
+
+Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, Tensor q, Tensor r) {
+  constexpr const char* op = "qr_backward";
+  return with_memory_for(op, [&] { return differentiate(op, grad_q, grad_r, q, r); });
 }
 
 }  // namespace

@@ -20,15 +20,15 @@ void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
   }
   Householder<A> householder(call.rows, call.columns, call.q_columns);
   for (int64_t member = begin; member < end; ++member) {
-    const bool is_finite = householder.load(member_rows<A>(call.a, member));
-    call.info[member] = is_finite ? 0 : 1;
-    if (!is_finite) {
-      poison_results<A>(call, member);
-      continue;
+    bool is_solved = householder.load(member_rows<A>(call.a, member));
+    if (is_solved) {
+      householder.factor();
+      is_solved = householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
     }
-    householder.factor();
-    householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
-    if (call.q_columns > 0) {
+    call.info[member] = is_solved ? 0 : 1;
+    if (!is_solved) {
+      poison_results<A>(call, member);
+    } else if (call.q_columns > 0) {
       householder.store_q(static_cast<A*>(call.q) + member * call.rows * call.q_columns);
     }
   }

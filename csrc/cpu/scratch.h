@@ -4,6 +4,13 @@
 
 #include "cpu/simd.h"
 
+namespace overtone {
+
+// Aligned to a cache line; throws OutOfMemory (memory.h).
+void* allocate_scratch(size_t bytes);
+
+}  // namespace overtone
+
 namespace overtone::OVERTONE_LEVEL {
 
 constexpr int64_t padded_to(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -20,7 +27,7 @@ template <class A>
 class Scratch {
  public:
   explicit Scratch(int64_t size)
-      : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))), size_(size) {}
+      : memory_(static_cast<A*>(allocate_scratch(static_cast<size_t>(size) * sizeof(A)))), size_(size) {}
   ~Scratch() { ::operator delete(memory_, std::align_val_t{64}); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
