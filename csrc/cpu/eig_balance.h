@@ -106,7 +106,8 @@ class Balance {
       return static_cast<A>(__builtin_ldexp(1.0, half == 0 ? exponent / 2 : exponent - exponent / 2));
     };
     for (int lane = 0; lane < kLanes<A>; ++lane) {
-      const int exponent = lane_of(lanes, lane) && largest[lane] > 0 ? __builtin_ilogb(largest[lane]) : 0;
+      // Even, so that square roots of products are scaled exactly too.
+      const int exponent = lane_of(lanes, lane) && largest[lane] > 0 ? __builtin_ilogb(largest[lane]) / 2 * 2 : 0;
       exponents_[lane] += exponent;
       for (int half = 0; half < 2; ++half) {
         factors[half][lane] = power(-exponent, half);

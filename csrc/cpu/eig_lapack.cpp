@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <complex>
-#include <vector>
 
+#include "cpu/balancing_trial.h"
 #include "cpu/blas.h"
 #include "cpu/lapack.h"
 #include "cpu/memory.h"
@@ -39,88 +39,6 @@ bool copy_values(const Tensor& from, int64_t n, int exponent, std::complex<A>* t
   }
   return is_finite;
 }
-
-// Whether LAPACK's balancing, which cannot be turned off, does no harm: errors of the balanced matrix D⁻¹AD come back
-// multiplied by up to max D / min D. Where rows and columns are alike in size there is little to balance; elsewhere it
-// is done here first, as LAPACK does it, to see. (Our own solver takes back what does harm.)
-template <class A>
-class BalancingTrial {
- public:
-  // `a`: n rows, `stride` elements apart.
-  BalancingTrial(const A* a, int64_t n, int64_t stride) : n_(n), a_(n * n), scale_(n, 1.0) {
-    for (int64_t i = 0; i < n; ++i) {
-      std::transform(a + i * stride, a + i * stride + n, &a_[i * n], [](A x) { return std::abs(double(x)); });
-    }
-  }
-
-  bool is_harmless() {
-    const double before = *std::max_element(a_.begin(), a_.end());
-    if (are_alike()) {
-      return true;
-    }
-    for (int round = 0; round < kRounds && balance_once(); ++round) {
-    }
-    const auto [least, most] = std::minmax_element(scale_.begin(), scale_.end());
-    return *most / *least * *std::max_element(a_.begin(), a_.end()) <= kHarm * before;  // not if it is infinite or NaN
-  }
-
- private:
-  // Off the diagonal, and with it.
-  struct Sums {
-    double row = 0, column = 0, diagonal = 0;
-
-    bool is_connected() const { return row > 0 && column > 0; }
-    double whole_row() const { return row + diagonal; }
-    double whole_column() const { return column + diagonal; }
-  };
-
-  bool are_alike() const {
-    std::vector<Sums> sums(n_);
-    for (int64_t i = 0; i < n_; ++i) {
-      for (int64_t j = 0; j < n_; ++j) {
-        const double size = a_[i * n_ + j];
-        (i == j ? sums[i].diagonal : sums[i].row) += size;
-        sums[j].column += i == j ? 0 : size;
-      }
-    }
-    return std::all_of(sums.begin(), sums.end(), [](const Sums& of) {
-      const double row = of.whole_row(), column = of.whole_column();
-      return !of.is_connected() || (row * kUnlike >= column && column * kUnlike >= row);
-    });
-  }
-
-  // Whether anything changed.
-  bool balance_once() {
-    bool changed = false;
-    for (int64_t i = 0; i < n_; ++i) {
-      Sums of{-a_[i * n_ + i], -a_[i * n_ + i], a_[i * n_ + i]};
-      for (int64_t k = 0; k < n_; ++k) {
-        of.row += a_[i * n_ + k];
-        of.column += a_[k * n_ + i];
-      }
-      const double row = of.whole_row(), column = of.whole_column();
-      const double factor = of.is_connected() ? std::exp2(std::round(std::log2(row / column) / 2)) : 1;
-      if (column * factor + row / factor < kGain * (column + row)) {
-        changed = true;
-        scale_[i] *= factor;
-        for (int64_t k = 0; k < n_; ++k) {
-          a_[k * n_ + i] *= factor;
-        }
-        for (int64_t k = 0; k < n_; ++k) {
-          a_[i * n_ + k] /= factor;
-        }
-      }
-    }
-    return changed;
-  }
-
-  // As in eig_balance.h.
-  static constexpr double kUnlike = 32, kGain = 0.95, kHarm = 4;
-  static constexpr int kRounds = 20;
-
-  int64_t n_;
-  std::vector<double> a_, scale_;
-};
 
 // torch unpacks LAPACK's eigenvectors before it looks whether there are any: where LAPACK gave up, it takes what the
 // memory of the eigenvalues held before for eigenvalues, and a pair that seems to begin with the last one for a column
@@ -207,7 +125,7 @@ void solve_range(const Eig& call, const EigKernels& kernels, const Tensor& like,
     }
     const int exponent = found.is_finite() ? found.exponent() : 0;
     scale_down(elements, size * size, exponent);
-    const bool is_fit = found.is_finite() && BalancingTrial<A>(elements, n, size).is_harmless();
+    const bool is_fit = found.is_finite() && BalancingTrial::is_harmless(elements, n, size);
     if (!is_fit || !solve_one<A>(matrix, exponent, one)) {  // MKL's nonsymmetric solver dies of NaN
       WorkQueue only_group{0, 1};
       kernels.eig(one, only_group);

@@ -21,12 +21,12 @@ class MatrixSize {
   }
   bool is_finite() const { return not_finite_ == 0; }
 
-  // The matrix is 2^exponent times what LAPACK is to get: a power of two loses no digit, and a matrix whose squares are
-  // safe is left alone.
+  // The matrix is 2^exponent times what LAPACK is to get: a power of two loses no digit, an even one not even under
+  // square roots. A matrix whose squares are safe is left alone.
   int exponent() const {
     constexpr A kSafe = sizeof(A) == 8 ? static_cast<A>(0x1p400) : static_cast<A>(0x1p36);
     const bool is_safe = largest_ == 0 || (1 / kSafe <= largest_ && largest_ <= kSafe);
-    return is_safe ? 0 : std::ilogb(largest_);
+    return is_safe ? 0 : std::ilogb(largest_) / 2 * 2;
   }
 
  private:
