@@ -114,8 +114,9 @@ def test_what_is_no_mistake_is_not_reported(watched_environment, mistakes):
     assert result.returncode == 0, result.stderr
 
 
-def test_every_cpu_op(watched_environment, watched_extension):
-    result = run_watched(watched_environment, "tests/exercise_cpu_ops.py")
+@pytest.mark.parametrize("script", ["tests/exercise_cpu_ops.py", "tests/exercise_linalg.py"])
+def test_every_cpu_op(watched_environment, watched_extension, script):
+    result = run_watched(watched_environment, script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip().endswith("sanitizers: address"), result.stdout
     assert "runtime error" not in result.stderr
