@@ -31,6 +31,9 @@ data = torch.ones(7, dtype=torch.float64)
 {call}
 """
 
+# Of tests/fuzz_cpu_ops.py: half a minute under the sanitizers.
+FUZZ_CALLS = "12000"
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="preloading the sanitizers works on Linux"),
@@ -114,9 +117,18 @@ def test_what_is_no_mistake_is_not_reported(watched_environment, mistakes):
     assert result.returncode == 0, result.stderr
 
 
-def test_every_cpu_op(watched_environment, watched_extension):
-    result = run_watched(watched_environment, "tests/exercise_cpu_ops.py")
+@pytest.mark.parametrize("script", ["tests/exercise_cpu_ops.py", "tests/exercise_linalg.py"])
+def test_every_cpu_op(watched_environment, watched_extension, script):
+    result = run_watched(watched_environment, script)
     assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().endswith("sanitizers: address"), result.stdout
+    assert "runtime error" not in result.stderr
+
+
+def test_calls_with_arguments_that_do_not_fit(watched_environment, watched_extension):
+    """At every ISA level; a call returns or is refused, and never touches memory that is not its own."""
+    result = run_watched(watched_environment, "-W", "ignore", "tests/fuzz_cpu_ops.py", FUZZ_CALLS)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     assert result.stdout.strip().endswith("sanitizers: address"), result.stdout
     assert "runtime error" not in result.stderr
 

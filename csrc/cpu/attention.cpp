@@ -32,12 +32,6 @@ const AttentionKernels& kernels(const char* op, ElementType type) {
   return *chosen;
 }
 
-void check_like(const Tensor& tensor, const char* name, const std::vector<int64_t>& shape, ScalarType type,
-                const char* op) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == type && has_shape(tensor, shape), op, ": ", name,
-                  " does not fit query's device, dtype or shape");
-}
-
 // What forward and backward are both given.
 struct Inputs : AttentionInputs {
   const char* op;
@@ -49,15 +43,15 @@ struct Inputs : AttentionInputs {
       : op(op), scalar_type(q.scalar_type()), statistics(statistics_type(element_type(q, op, "query"))) {
     type = element_type(q, op, "query");
     scale = logit_scale;
-    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && basis.dim() == 2, op,
-                    ": query and key must be [B, H, N, D], basis [H·D, E]");
+    check_dims(q, 4, false, "query", op);
+    check_dims(k, 4, false, "key", op);
+    check_dims(basis, 2, false, "basis", op);
     shape = {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), basis.size(1)};
-    check_like(q, "query", {shape.batch, shape.heads, shape.queries, shape.width}, scalar_type, op);
-    check_like(k, "key", {shape.batch, shape.heads, shape.keys, shape.width}, scalar_type, op);
-    check_like(v, "value", {shape.batch, shape.heads, shape.keys, shape.width}, scalar_type, op);
-    check_like(eigenvalues, "eigenvalues", {shape.features()}, statistics, op);
-    STD_TORCH_CHECK(eigenvalues.is_contiguous(), op, ": eigenvalues must be contiguous");
-    check_like(basis, "basis", {shape.features(), shape.channels}, scalar_type, op);
+    check_tensor(q, {{shape.batch, shape.heads, shape.queries, shape.width}, scalar_type}, "query", op);
+    check_tensor(k, {{shape.batch, shape.heads, shape.keys, shape.width}, scalar_type}, "key", op);
+    check_tensor(v, {{shape.batch, shape.heads, shape.keys, shape.width}, scalar_type}, "value", op);
+    check_tensor(eigenvalues, {{shape.features()}, statistics, true}, "eigenvalues", op);
+    check_tensor(basis, {{shape.features(), shape.channels}, scalar_type}, "basis", op);
     query = head_tensor(q);
     key = head_tensor(k);
     value = head_tensor(v);
@@ -75,8 +69,9 @@ struct Inputs : AttentionInputs {
       return result;
     }
     const bool is_bool = given->scalar_type() == ScalarType::Bool;
-    check_like(*given, "attn_mask", {shape.batch, shape.heads, shape.queries, shape.keys},
-               is_bool ? ScalarType::Bool : statistics, op);
+    check_tensor(*given,
+                 {{shape.batch, shape.heads, shape.queries, shape.keys}, is_bool ? ScalarType::Bool : statistics},
+                 "attn_mask", op);
     result.bias = is_bool ? nullptr : given->data_ptr();
     result.flags = is_bool ? static_cast<const bool*>(given->data_ptr()) : nullptr;
     result.batch_stride = given->stride(0);
@@ -89,7 +84,7 @@ struct Inputs : AttentionInputs {
 
 Tensor packed_weight(const AttentionKernels& run, WeightPacking packing, const Tensor& like, ScalarType statistics) {
   const std::vector<int64_t> size{run.packed_size(packing)};
-  Tensor packed = torch::stable::new_empty(like, size, statistics);
+  Tensor packed = allocated(like, size, statistics);
   packing.packed = packed.data_ptr();
   for_items(run.panels(packing), [&](WorkQueue& queue) { run.pack_weight(packing, queue); });
   return packed;
@@ -148,14 +143,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   const Inputs in(op, query, key, value, eigenvalues, basis, attn_mask, is_causal, scale);
   const AttentionShape& shape = in.shape;
   const std::vector<int64_t> y_shape{shape.batch, shape.queries, shape.channels};
-  if (residual.has_value()) {
-    check_like(*residual, "residual", y_shape, in.scalar_type, op);
-  }
+  check_tensor(residual, {y_shape, in.scalar_type}, "residual", op);
   const auto& run = kernels(op, in.type);
   const auto allocate = [&](bool wanted, const std::vector<int64_t>& size) {
-    return torch::stable::new_empty(query, wanted ? size : std::vector<int64_t>{0}, in.statistics);
+    return allocated(query, wanted ? size : std::vector<int64_t>{0}, in.statistics);
   };
-  Tensor y = torch::stable::new_empty(query, y_shape);
+  Tensor y = allocated(query, y_shape);
   Tensor wide_y = allocate(need_wide && in.scalar_type != in.statistics, y_shape);
   Tensor low = allocate(need_norms, {shape.batch});
   Tensor high = allocate(need_norms, {shape.batch});
@@ -216,9 +209,9 @@ Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_lo
   call.type = element_type(y, op, "y");
   const std::vector<int64_t> offsets = leading_offsets(y, 1);
   call.x = {y.data_ptr(), y.stride(1), y.stride(2), offsets.data()};
-  const NormScales scales(grad_low, grad_high, low, high, call, op);
+  const NormScales scales(grad_low, grad_high, low, high, y, call, op);
   call.plus = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
-  Tensor total = torch::stable::new_empty(y, sizes_of(y));
+  Tensor total = allocated(y, sizes_of(y));
   call.grad_x = total.data_ptr();
   const auto kernel = frequency_kernels().norms_backward;
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
@@ -244,24 +237,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
   const AttentionShape& shape = in.shape;
   const std::vector<int64_t> y_shape{shape.batch, shape.queries, shape.channels};
   const bool has_norms = grad_low.has_value() && grad_high.has_value();
-  STD_TORCH_CHECK(has_norms || grad_y.has_value(), op, ": neither grad_y nor grad_low and grad_high were given");
-  if (grad_y.has_value()) {
-    check_like(*grad_y, "grad_y", y_shape, in.statistics, op);
-    STD_TORCH_CHECK(grad_y->is_contiguous(), op, ": grad_y must be contiguous");
+  if (!has_norms && !grad_y.has_value()) {
+    fail(op, "got neither grad_y nor grad_low and grad_high, wanted one or both");
   }
-  check_like(heads, "heads", {shape.batch, shape.queries, shape.features()}, in.statistics, op);
-  check_like(softmax_rows, "softmax_rows", {shape.batch, shape.heads, shape.queries, 2}, in.statistics, op);
-  STD_TORCH_CHECK(heads.is_contiguous() && softmax_rows.is_contiguous(), op,
-                  ": heads and softmax_rows must be contiguous");
-  Tensor total_grad = torch::stable::new_empty(query, std::vector<int64_t>{0}, in.statistics);
+  check_tensor(grad_y, {y_shape, in.statistics, true}, "grad_y", op);
+  check_tensor(heads, {{shape.batch, shape.queries, shape.features()}, in.statistics, true}, "heads", op);
+  check_tensor(softmax_rows, {{shape.batch, shape.heads, shape.queries, 2}, in.statistics, true}, "softmax_rows", op);
+  Tensor total_grad = allocated(query, std::vector<int64_t>{0}, in.statistics);
   if (has_norms) {
-    check_like(y, "y", y_shape, in.statistics, op);
+    check_tensor(y, {y_shape, in.statistics}, "y", op);
     total_grad = total_gradient(grad_y, *grad_low, *grad_high, y, low, high, op);
   }
   const void* grad = has_norms ? total_grad.data_ptr() : grad_y->data_ptr();
   const auto& run = kernels(op, in.type);
   const auto allocate = [&](int64_t need, const std::vector<int64_t>& size, ScalarType type) {
-    return torch::stable::new_empty(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
+    return allocated(query, (needs & need) != 0 ? size : std::vector<int64_t>{0}, type);
   };
   Tensor grad_eigenvalues = allocate(kEigenvalues, {shape.features()}, in.statistics);
   Tensor grad_basis = allocate(kBasis, {shape.features(), shape.channels}, in.statistics);
@@ -297,8 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     packing.column_stride = basis.stride(0);
     packing.column_scale = eigenvalues.data_ptr();
     const Tensor weight = packed_weight(run, packing, query, in.statistics);
-    Tensor grad_heads =
-        torch::stable::new_empty(query, sizes_of(heads), run.uses_tiles ? in.scalar_type : in.statistics);
+    Tensor grad_heads = allocated(query, sizes_of(heads), run.uses_tiles ? in.scalar_type : in.statistics);
     HeadsBackward projection;
     projection.shape = shape;
     projection.is_float64 = in.type == ElementType::float64;
@@ -327,18 +316,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_atte
     std::optional<Tensor> grad_y, std::optional<Tensor> grad_low, std::optional<Tensor> grad_high, Tensor y, Tensor low,
     Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis,
     std::optional<Tensor> attn_mask, bool is_causal, double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
+  constexpr const char* op = "spectral_attention_backward";
+  check_dims(query, 4, false, "query", op);
+  check_dims(key, 4, false, "key", op);
+  check_dims(value, 4, false, "value", op);
   // [B, H, N, D] as a view of [B, N, H, D], in which a model's projections take them without a copy.
   const auto like = [&](const Tensor& x, int64_t need) {
     if ((needs & need) == 0) {
-      return torch::stable::new_empty(x, std::vector<int64_t>{0});
+      return allocated(x, std::vector<int64_t>{0});
     }
     const std::vector<int64_t> size{x.size(0), x.size(2), x.size(1), x.size(3)};
-    return torch::stable::transpose(torch::stable::new_empty(x, size), 1, 2);
+    return torch::stable::transpose(allocated(x, size), 1, 2);
   };
   const HeadGradients grads{like(query, kQuery), like(key, kKey), like(value, kValue)};
   const auto [grad_eigenvalues, grad_basis, grad_logits, total_grad] =
-      backward_into(grads, "spectral_attention_backward", grad_y, grad_low, grad_high, y, low, high, query, key, value,
-                    eigenvalues, basis, attn_mask, is_causal, scale, heads, softmax_rows, needs);
+      backward_into(grads, op, grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis,
+                    attn_mask, is_causal, scale, heads, softmax_rows, needs);
   return {grads.query, grads.key, grads.value, grad_eigenvalues, grad_basis, grad_logits, total_grad};
 }
 
@@ -353,9 +346,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_packed_bac
     Tensor high, Tensor qkv, Tensor eigenvalues, Tensor basis, std::optional<Tensor> attn_mask, bool is_causal,
     double scale, Tensor heads, Tensor softmax_rows, int64_t needs) {
   constexpr const char* op = "spectral_attention_packed_backward";
-  STD_TORCH_CHECK(qkv.dim() == 5 && qkv.size(2) == 3, op, ": qkv must be [B, N, 3, H, D]");
+  check_dims(qkv, 5, false, "qkv", op);
+  if (qkv.size(2) != 3) {
+    fail(op, "qkv: got ", shape_text(sizes_of(qkv)), ", wanted [B, N, 3, H, D]");
+  }
   const bool is_wanted = (needs & (kQuery | kKey | kValue)) != 0;
-  Tensor grad_qkv = torch::stable::new_empty(qkv, is_wanted ? sizes_of(qkv) : std::vector<int64_t>{0});
+  Tensor grad_qkv = allocated(qkv, is_wanted ? sizes_of(qkv) : std::vector<int64_t>{0});
   const auto part = [&](int64_t which) { return is_wanted ? heads_of(grad_qkv, which) : grad_qkv; };
   const auto [grad_eigenvalues, grad_basis, grad_logits, total_grad] = backward_into(
       {part(0), part(1), part(2)}, op, grad_y, grad_low, grad_high, y, low, high, heads_of(qkv, 0), heads_of(qkv, 1),
@@ -367,7 +363,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention_packed_bac
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("spectral_attention", TORCH_BOX(&overtone::spectral_attention));
-  m.impl("spectral_attention_backward", TORCH_BOX(&overtone::spectral_attention_backward));
-  m.impl("spectral_attention_packed_backward", TORCH_BOX(&overtone::spectral_attention_packed_backward));
+  OVERTONE_IMPL(m, spectral_attention);
+  OVERTONE_IMPL(m, spectral_attention_backward);
+  OVERTONE_IMPL(m, spectral_attention_packed_backward);
 }

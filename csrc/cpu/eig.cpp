@@ -41,9 +41,7 @@ bool is_for_lanes(const Eig& call, int64_t groups) {
 // right ones are one.
 std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic, bool right, bool left) {
   constexpr const char* op = "eig";
-  STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
-  STD_TORCH_CHECK(a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double, op,
-                  ": A must be float32 or float64");
+  check_matrices(a, /*square=*/true, "A", op);
   const MatricesView matrices(a);
   Eig call;
   call.matrices = matrices.batch;
@@ -54,10 +52,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   const ScalarType complex_type = call.is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
   const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
   const std::vector<int64_t> of_values(shape.begin(), shape.end() - 1), leading(shape.begin(), shape.end() - 2);
-  Tensor values = torch::stable::new_empty(a, of_values, complex_type);
-  Tensor right_vectors = torch::stable::new_empty(a, right ? shape : none, complex_type);
-  Tensor left_vectors = torch::stable::new_empty(a, right && left ? shape : none, complex_type);
-  Tensor info = torch::stable::new_empty(a, leading, ScalarType::Int);
+  Tensor values = allocated(a, of_values, complex_type);
+  Tensor right_vectors = allocated(a, right ? shape : none, complex_type);
+  Tensor left_vectors = allocated(a, right && left ? shape : none, complex_type);
+  Tensor info = allocated(a, leading, ScalarType::Int);
   call.eigenvalues = values.data_ptr();
   call.right = right ? right_vectors.data_ptr() : nullptr;
   call.left = right && left ? left_vectors.data_ptr() : nullptr;
@@ -68,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
     const auto& run = kernels(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
     if (row_stochastic || is_for_lanes(call, groups)) {
-      const int64_t grain = std::max<int64_t>(1, 4096 / (call.n * call.n * call.n));
+      const int64_t grain = std::max<int64_t>(1, 4096 / call.n / call.n / call.n);  // n³ may be beyond all integers
       for_items(groups, [&](WorkQueue& queue) { run.eig(call, queue); }, grain);
     } else {
       note_kernel(op, "lapack");
@@ -81,4 +79,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
 }  // namespace
 }  // namespace overtone
 
-STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) { m.impl("eig_ex", TORCH_BOX(&overtone::eig_ex)); }
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) { OVERTONE_IMPL_AS(m, eig_ex, "eig"); }

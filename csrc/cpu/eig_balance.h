@@ -26,6 +26,7 @@ class Balance {
   void run(bool keep_norms) {
     const V zero{}, one = zero + 1;
     undo_[0] = undo_[1] = one;
+    std::fill(exponents_, exponents_ + kLanes<A>, 0);
     finite_ = every_lane<A>();
     isolated_ = no_lane<A>();
     for (int64_t i = 0; i < n_; ++i) {
@@ -101,12 +102,16 @@ class Balance {
   void resize(Mask<A> lanes) {
     A factors[2][kLanes<A>], undos[2][kLanes<A>], largest[kLanes<A>];
     std::memcpy(largest, &largest_, sizeof largest);
+    const auto power = [](int exponent, int half) {
+      return static_cast<A>(__builtin_ldexp(1.0, half == 0 ? exponent / 2 : exponent - exponent / 2));
+    };
     for (int lane = 0; lane < kLanes<A>; ++lane) {
-      const int exponent = lane_of(lanes, lane) && largest[lane] > 0 ? __builtin_ilogb(largest[lane]) : 0;
-      const int parts[2] = {exponent / 2, exponent - exponent / 2};
-      for (int part = 0; part < 2; ++part) {
-        factors[part][lane] = static_cast<A>(__builtin_ldexp(1.0, -parts[part]));
-        undos[part][lane] = static_cast<A>(__builtin_ldexp(1.0, parts[part]));
+      // Even, so that square roots of products are scaled exactly too.
+      const int exponent = lane_of(lanes, lane) && largest[lane] > 0 ? __builtin_ilogb(largest[lane]) / 2 * 2 : 0;
+      exponents_[lane] += exponent;
+      for (int half = 0; half < 2; ++half) {
+        factors[half][lane] = power(-exponent, half);
+        undos[half][lane] = power(exponents_[lane], half);
       }
     }
     V factor[2];
@@ -241,9 +246,17 @@ class Balance {
       least = smaller<A>(least, scale_[i]);
     }
     const Mask<A> harmful = less(before * kHarm, most / least * largest_);
-    if (!any(harmful)) {
-      return;
+    if (any(harmful)) {
+      take_back(harmful);
     }
+    const V zero{};
+    const Mask<A> shrunk = less(zero, largest_) & less(largest_, zero + kSafe) & ~harmful;
+    if (any(shrunk)) {
+      resize(shrunk);
+    }
+  }
+
+  void take_back(Mask<A> harmful) {
     const V one = V{} + 1;
     for (int64_t i = 0; i < n_; ++i) {
       const V up = select(harmful, scale_[i], one);
@@ -270,8 +283,9 @@ class Balance {
       const V diagonal = absolute<A>(a_.row(i)[i]);
       const Mask<A> connected = lanes & less(diagonal, row) & less(diagonal, column);
       const V factor = power_of_two(square_root(select(connected, row, one) / select(connected, column, one)));
-      const V per_factor = one / factor;
-      const Mask<A> better = connected & less(column * factor + row * per_factor, kGain * (column + row));
+      const V per_factor = one / factor, scale = scale_[i] * factor;
+      const Mask<A> better = connected & less(column * factor + row * per_factor, kGain * (column + row)) &
+                             less(zero + 1 / kMostScale, scale) & less(scale, zero + kMostScale);
       if (!any(better)) {
         continue;
       }
@@ -299,6 +313,8 @@ class Balance {
   static constexpr A kGain = static_cast<A>(0.95);
   static constexpr A kHarm = 4;
   static constexpr int kRounds = 20;
+  static constexpr A kMostScale =
+      sizeof(A) == 8 ? static_cast<A>(0x1p500) : static_cast<A>(0x1p60);  // two have a ratio
 
   DenseLanes<A> a_;
   int64_t n_;
@@ -306,6 +322,7 @@ class Balance {
   Bits<A>*order_, *counts_;
   V largest_, sum_;
   V undo_[2];
+  int exponents_[kLanes<A>];  // of what the lanes were divided by
   Mask<A> finite_, isolated_;
 };
 

@@ -174,7 +174,7 @@ class Francis {
     const Mask<A> is_real = less_equal(zero, discriminant);
     const V root = square_root(scale) * square_root(absolute<A>(discriminant));
     const V z = select(less(p, zero), p - root, p + root);
-    const Mask<A> nothing = equal(z, zero);
+    const Mask<A> nothing = equal(z, zero) | equal(less_or_equal, zero);  // more / z may overflow, and ∞ · 0 is NaN
     const V other = d - select(nothing, zero, more / select(nothing, one, z) * less_signed);
     const V middle = d + p;
     real_[i] = select(two, select(is_real, d + z, middle), real_[i]);

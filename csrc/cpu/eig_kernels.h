@@ -52,6 +52,7 @@ class EigGroup {
       accumulate_reflectors<A>(dense_, taus_, reduction_work_);
     }
     failed_ = Francis<A>(h, vectors ? dense_ : DenseLanes<A>{}, real_, imag_, coming_).run() | ~balance.finite();
+    failed_ = failed_ | ~are_representable(balance);
     unsolved_ = failed_ | ~stochastic_;
     if (vectors) {
       store_vectors(h, balance);
@@ -316,6 +317,15 @@ class EigGroup {
         }
       }
     }
+  }
+
+  // At their own size eigenvalues may be beyond the largest number.
+  Mask<A> are_representable(const Balance<A>& balance) const {
+    V not_finite{};
+    for (int64_t i = 0; i < n_; ++i) {
+      not_finite += (balance.undo_size(real_[i]) + balance.undo_size(imag_[i])) * A(0);
+    }
+    return equal(not_finite, V{});
   }
 
   void store_eigenvalues(const Balance<A>& balance) {

@@ -27,18 +27,9 @@ const EighKernels& kernels(const char* op) {
 // Runs work(begin, end) over items of `per_item` matrices; about n³ operations each, of which tens of thousands hide
 // the cost of waking a thread.
 template <class Work>
-void for_items(int64_t count, int64_t per_item, int64_t n, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / (per_item * n * n * n));
-  if (count > 0) {
-    torch::stable::parallel_for(0, (count + per_item - 1) / per_item, grain, work);
-  }
-}
-
-ElementType solver_type(const Tensor& tensor, const char* op, const char* name) {
-  const ElementType type = element_type(tensor, op, name);
-  STD_TORCH_CHECK(type == ElementType::float32 || type == ElementType::float64, op, ": ", name,
-                  " must be float32 or float64");
-  return type;
+void for_matrices(int64_t count, int64_t per_item, int64_t n, const Work& work) {
+  const int64_t grain = std::max<int64_t>(1, 32768 / per_item / n / n / n);  // n³ may be beyond all integers
+  parallel_ranges((count + per_item - 1) / per_item, grain, work);
 }
 
 // Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as an item of lanes does
@@ -54,10 +45,10 @@ bool is_for_lanes(ElementType type, int64_t count, int64_t per_item, int64_t n, 
 
 std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   constexpr const char* op = "eigh";
-  STD_TORCH_CHECK(a.dim() >= 2 && a.size(-1) == a.size(-2) && a.is_cpu(), op, ": A must be a CPU tensor [..., n, n]");
+  check_matrices(a, /*square=*/true, "A", op);
   const MatricesView matrices(a);
   Eigh call;
-  call.type = solver_type(a, op, "A");
+  call.type = element_type(a, op, "A");
   call.n = a.size(-1);
   call.upper = upper;
   call.a = matrices.batch;
@@ -65,9 +56,9 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   leading.resize(leading.size() - 2);
   std::vector<int64_t> of_values = leading;
   of_values.push_back(call.n);
-  Tensor out_values = torch::stable::new_empty(a, of_values);
-  Tensor out_vectors = torch::stable::new_empty(a, vectors ? sizes_of(a) : std::vector<int64_t>{0, 0});
-  Tensor info = torch::stable::new_empty(a, leading, ScalarType::Int);
+  Tensor out_values = allocated(a, of_values);
+  Tensor out_vectors = allocated(a, vectors ? sizes_of(a) : std::vector<int64_t>{0, 0});
+  Tensor info = allocated(a, leading, ScalarType::Int);
   call.values = out_values.data_ptr();
   call.vectors = vectors ? out_vectors.data_ptr() : nullptr;
   call.info = static_cast<int32_t*>(info.data_ptr());
@@ -75,11 +66,11 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
     std::fill_n(call.info, call.a.count, 0);
   } else if (const auto& run = kernels(op);
              is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
-    for_items(call.a.count, run.matrices_per_item(call), call.n,
-              [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
+    for_matrices(call.a.count, run.matrices_per_item(call), call.n,
+                 [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
     note_kernel(op, "lapack");
-    solve_by_lapack(call, a);
+    solve_by_lapack(call, run, a);
   }
   return {out_values, torch::stable::transpose(out_vectors, -2, -1), info};
 }
@@ -87,23 +78,18 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
 std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std::optional<Tensor> grad_vectors,
                                          Tensor values, Tensor vectors, Tensor info) {
   constexpr const char* op = "eigh_backward";
+  check_matrices(vectors, /*square=*/true, "eigenvectors", op);
   const std::vector<int64_t> shape = sizes_of(vectors);
   std::vector<int64_t> of_values = shape;
   of_values.pop_back();
   const std::vector<int64_t> leading(of_values.begin(), of_values.end() - 1);
   EighBackward call;
-  call.type = solver_type(vectors, op, "eigenvectors");
-  const auto is_like = [&](const Tensor& tensor, const std::vector<int64_t>& wanted) {
-    return has_shape(tensor, wanted) && tensor.scalar_type() == vectors.scalar_type() && tensor.is_cpu();
-  };
-  STD_TORCH_CHECK(
-      shape[shape.size() - 1] == shape[shape.size() - 2] && is_like(vectors, shape) && is_like(values, of_values) &&
-          values.is_contiguous() &&
-          (!grad_values.has_value() || (is_like(*grad_values, of_values) && grad_values->is_contiguous())) &&
-          (!grad_vectors.has_value() || is_like(*grad_vectors, shape)),
-      op, ": eigenvalues [..., n] must be contiguous, eigenvectors [..., n, n], gradients like them");
-  STD_TORCH_CHECK(has_shape(info, leading) && info.scalar_type() == ScalarType::Int && info.is_contiguous(), op,
-                  ": info must be int32, one per matrix");
+  call.type = element_type(vectors, op, "eigenvectors");
+  const ScalarType type = vectors.scalar_type();
+  check_tensor(values, {of_values, type, true}, "eigenvalues", op);
+  check_tensor(grad_values, {of_values, type, true}, "grad_eigenvalues", op);
+  check_tensor(grad_vectors, {shape, type}, "grad_eigenvectors", op);
+  check_tensor(info, {leading, ScalarType::Int, true}, "info", op);
   call.n = shape.back();
   const MatricesView by_row(torch::stable::transpose(vectors, -2, -1));
   call.vectors = by_row.batch;
@@ -115,18 +101,18 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
     grad_view.emplace(*grad_vectors);
     call.grad_vectors = grad_view->batch;
   }
-  Tensor grad_a = torch::stable::new_empty(vectors, shape);
+  Tensor grad_a = allocated(vectors, shape);
   std::vector<int64_t> of_pairs = leading;
   of_pairs.push_back(2);
-  Tensor pair = torch::stable::new_empty(vectors, of_pairs, ScalarType::Int);
+  Tensor pair = allocated(vectors, of_pairs, ScalarType::Int);
   call.grad_a = grad_a.data_ptr();
   call.pair = static_cast<int32_t*>(pair.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.pair, 2 * call.vectors.count, -1);
   } else if (const auto& run = kernels(op); is_for_lanes(
                  call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
-    for_items(call.vectors.count, run.matrices_per_backward_item(call), call.n,
-              [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
+    for_matrices(call.vectors.count, run.matrices_per_backward_item(call), call.n,
+                 [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   } else {
     backward_by_blas(call, run, vectors);
   }
@@ -137,6 +123,6 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("eigh_ex", TORCH_BOX(&overtone::eigh_ex));
-  m.impl("eigh_backward", TORCH_BOX(&overtone::eigh_backward));
+  OVERTONE_IMPL_AS(m, eigh_ex, "eigh");
+  OVERTONE_IMPL(m, eigh_backward);
 }

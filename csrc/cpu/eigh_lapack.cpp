@@ -1,70 +1,80 @@
 #include "cpu/eigh_lapack.h"
 
 #include <algorithm>
-#include <array>
-#include <exception>
-#include <limits>
+#include <cmath>
 #include <string>
-#include <tuple>
 
 #include "cpu/blas.h"
+#include "cpu/lapack.h"
 
 namespace overtone {
 namespace {
 
-// Throws if it does not converge.
-std::tuple<Tensor, Tensor> lapack_eigh(const Tensor& a, bool upper, bool vectors) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(a),
-                                    torch::stable::detail::from(std::string(upper ? "U" : "L")),
-                                    torch::stable::detail::from(vectors)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_linalg_eigh", "", stack.data(), TORCH_ABI_VERSION));
-  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
-}
-
+// Of the triangle that is read.
 template <class A>
-bool is_finite(const A* a, int64_t n, bool upper) {
-  A not_finite = 0;
+MatrixSize<A> size_of(const A* a, int64_t n, bool upper) {
+  MatrixSize<A> size;
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = upper ? i : 0; j < (upper ? n : i + 1); ++j) {
-      not_finite += a[i * n + j] * 0;
+      size.add(a[i * n + j]);
     }
   }
-  return not_finite == 0;
+  return size;
+}
+
+// False where LAPACK has no result that is finite.
+template <class A>
+bool solve_one(const Eigh& one, const Tensor& matrix) {
+  const int64_t n = one.n;
+  A* const elements = static_cast<A*>(matrix.data_ptr());
+  const MatrixSize<A> size = size_of(elements, n, one.upper);
+  if (!size.is_finite()) {
+    return false;
+  }
+  const int exponent = size.exponent();
+  scale_down(elements, n * n, exponent);
+  const auto found =
+      call_lapack<2>("aten::_linalg_eigh", matrix, std::string(one.upper ? "U" : "L"), one.vectors != nullptr);
+  if (!found.has_value()) {
+    return false;
+  }
+  A* const values = static_cast<A*>(one.values);
+  const A* found_values = static_cast<const A*>((*found)[0].data_ptr());
+  MatrixSize<A> of_values;
+  for (int64_t i = 0; i < n; ++i) {
+    values[i] = std::ldexp(found_values[i], exponent);
+    of_values.add(values[i]);
+  }
+  if (one.vectors != nullptr) {
+    const Tensor& vectors = (*found)[1];
+    const int64_t offset = 0;
+    const MatrixBatch by_row{vectors.data_ptr(), vectors.stride(1), vectors.stride(0), &offset, 1};
+    copy_matrix(by_row, 0, n, n, static_cast<A*>(one.vectors));
+  }
+  *one.info = 0;
+  return of_values.is_finite();
+}
+
+// The call of one matrix of the batch.
+template <class A>
+Eigh only(const Eigh& call, int64_t index) {
+  Eigh one = call;
+  one.a.offsets += index;
+  one.a.count = 1;
+  one.values = static_cast<A*>(call.values) + index * call.n;
+  one.vectors = call.vectors == nullptr ? nullptr : static_cast<A*>(call.vectors) + index * call.n * call.n;
+  one.info += index;
+  return one;
 }
 
 template <class A>
-bool solve_one(const Eigh& call, const Tensor& matrix, A* values, A* vectors) {
-  const int64_t n = call.n;
-  if (!is_finite(static_cast<const A*>(matrix.data_ptr()), n, call.upper)) {
-    return false;
-  }
-  try {
-    const auto [found_values, found_vectors] = lapack_eigh(matrix, call.upper, vectors != nullptr);
-    std::copy_n(static_cast<const A*>(found_values.data_ptr()), n, values);
-    if (vectors != nullptr) {
-      const int64_t offset = 0;
-      const MatrixBatch by_row{found_vectors.data_ptr(), found_vectors.stride(1), found_vectors.stride(0), &offset, 1};
-      copy_matrix(by_row, 0, n, n, vectors);
-    }
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-template <class A>
-void solve_range(const Eigh& call, const Tensor& like, int64_t begin, int64_t end) {
-  const int64_t n = call.n;
-  const Tensor matrix = torch::stable::new_empty(like, {n, n});
+void solve_range(const Eigh& call, const EighKernels& kernels, const Tensor& like, int64_t begin, int64_t end) {
+  const Tensor matrix = allocated(like, {call.n, call.n});
   for (int64_t index = begin; index < end; ++index) {
-    A* values = static_cast<A*>(call.values) + index * n;
-    A* vectors = call.vectors == nullptr ? nullptr : static_cast<A*>(call.vectors) + index * n * n;
-    copy_matrix(call.a, index, n, n, static_cast<A*>(matrix.data_ptr()));
-    const bool is_solved = solve_one(call, matrix, values, vectors);
-    call.info[index] = is_solved ? 0 : 1;
-    if (!is_solved) {
-      std::fill_n(values, n, std::numeric_limits<A>::quiet_NaN());
-      std::fill_n(vectors, vectors == nullptr ? 0 : n * n, std::numeric_limits<A>::quiet_NaN());
+    const Eigh one = only<A>(call, index);
+    copy_matrix(call.a, index, call.n, call.n, static_cast<A*>(matrix.data_ptr()));
+    if (!solve_one<A>(one, matrix)) {
+      kernels.solve(one, 0, 1);
     }
   }
 }
@@ -73,9 +83,9 @@ template <class A>
 void backward_range(const EighBackward& call, const EighKernels& kernels, const Tensor& like, int64_t begin,
                     int64_t end) {
   const int64_t n = call.n;
-  const Tensor rows = torch::stable::new_empty(like, {n, n});  // Vᵀ
-  const Tensor k = torch::stable::new_empty(like, {n, n});
-  const Tensor grad_vectors = torch::stable::new_empty(like, {n, n});
+  const Tensor rows = allocated(like, {n, n});  // Vᵀ
+  const Tensor k = allocated(like, {n, n});
+  const Tensor grad_vectors = allocated(like, {n, n});
   for (int64_t index = begin; index < end; ++index) {
     A* grad_a = static_cast<A*>(call.grad_a) + index * n * n;
     std::fill_n(call.pair + 2 * index, 2, -1);
@@ -98,16 +108,16 @@ void backward_range(const EighBackward& call, const EighKernels& kernels, const 
 
 }  // namespace
 
-void solve_by_lapack(const Eigh& call, const Tensor& like) {
-  torch::stable::parallel_for(0, call.a.count, 1, [&](int64_t begin, int64_t end) {
+void solve_by_lapack(const Eigh& call, const EighKernels& kernels, const Tensor& like) {
+  parallel_ranges(call.a.count, 1, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
-    call.type == ElementType::float64 ? solve_range<double>(call, like, begin, end)
-                                      : solve_range<float>(call, like, begin, end);
+    call.type == ElementType::float64 ? solve_range<double>(call, kernels, like, begin, end)
+                                      : solve_range<float>(call, kernels, like, begin, end);
   });
 }
 
 void backward_by_blas(const EighBackward& call, const EighKernels& kernels, const Tensor& like) {
-  torch::stable::parallel_for(0, call.vectors.count, 1, [&](int64_t begin, int64_t end) {
+  parallel_ranges(call.vectors.count, 1, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
     call.type == ElementType::float64 ? backward_range<double>(call, kernels, like, begin, end)
                                       : backward_range<float>(call, kernels, like, begin, end);

@@ -41,8 +41,7 @@ const FrequencyKernels& kernels(const char* op) {
   return chosen;
 }
 
-FrequencyShape shape_of(const Tensor& x, const char* op) {
-  STD_TORCH_CHECK(x.dim() >= 2, op, ": x must have at least 2 dimensions [..., N, C], got ", x.dim());
+FrequencyShape shape_of(const Tensor& x) {
   FrequencyShape shape;
   shape.tokens = x.size(-2);
   shape.channels = x.size(-1);
@@ -58,7 +57,10 @@ struct TokensView {
   std::vector<int64_t> offsets;
   Tokens tokens;
 
-  explicit TokensView(const Tensor& x) : offsets(leading_offsets(x, x.dim() - 2)) {
+  TokensView(const Tensor& x, const char* name, const char* op) {
+    check_dims(x, 2, true, name, op);
+    element_type(x, op, name);
+    offsets = leading_offsets(x, x.dim() - 2);
     tokens.data = x.data_ptr();
     tokens.token_stride = x.stride(-2);
     tokens.channel_stride = x.stride(-1);
@@ -76,8 +78,7 @@ struct MaskView {
     }
     std::vector<int64_t> wanted = sizes_of(x);
     wanted.pop_back();
-    STD_TORCH_CHECK(given->scalar_type() == ScalarType::Bool && has_shape(*given, wanted) && given->is_cpu(), op,
-                    ": mask must be a bool CPU tensor of x's shape without channels");
+    check_tensor(*given, {wanted, ScalarType::Bool}, "mask", op);
     offsets = leading_offsets(*given, given->dim() - 1);
     mask.data = static_cast<const bool*>(given->data_ptr());
     mask.token_stride = given->stride(-1);
@@ -85,9 +86,9 @@ struct MaskView {
   }
 };
 
-ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* op) {
-  STD_TORCH_CHECK(has_shape(gain, {shape.channels}) && gain.scalar_type() == statistics_type(type) && gain.is_cpu(), op,
-                  ": gains must be CPU vectors over x's channels in the statistics' type");
+ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* name,
+                    const char* op) {
+  check_tensor(gain, {{shape.channels}, statistics_type(type)}, name, op);
   return {gain.data_ptr(), gain.stride(0)};
 }
 
@@ -106,10 +107,13 @@ void store_statistics(Tensor& out, int64_t count, const Store& value) {
   }
 }
 
-std::vector<double> load_statistics(const Tensor& statistics, int64_t count, const char* op) {
-  STD_TORCH_CHECK(statistics.is_contiguous() && statistics.is_cpu() && statistics.numel() == count, op,
-                  ": norms and their gradients must be contiguous CPU tensors with one value per sample");
-  std::vector<double> values(count);
+// A number per sample of x.
+std::vector<double> load_statistics(const Tensor& statistics, const Tensor& x, const char* name, const char* op) {
+  std::vector<int64_t> leading = sizes_of(x);
+  leading.resize(leading.size() - 2);
+  check_tensor(statistics, {leading, statistics_type(element_type(x, op, "x")), /*contiguous=*/true}, name, op);
+  const int64_t count = statistics.numel();
+  std::vector<double> values = buffer<double>(count);
   for (int64_t i = 0; i < count; ++i) {
     values[i] = statistics.scalar_type() == ScalarType::Double
                     ? static_cast<const double*>(statistics.data_ptr())[i]
@@ -122,9 +126,9 @@ std::vector<double> load_statistics(const Tensor& statistics, int64_t count, con
 
 NormSums::NormSums(NormsForward& call)
     : shape_(call.shape),
-      low_squared_(shape_.samples * shape_.blocks()),
-      high_squared_(low_squared_.size()),
-      exponents_(low_squared_.size()) {
+      low_squared_(buffer<double>(count_or_fail(shape_.samples, shape_.blocks()))),
+      high_squared_(buffer<double>(low_squared_.size())),
+      exponents_(buffer<int>(low_squared_.size())) {
   call.low_squared = low_squared_.data();
   call.high_squared = high_squared_.data();
   call.exponents = exponents_.data();
@@ -134,7 +138,7 @@ void NormSums::store(Tensor& low, Tensor& high) const {
   // Up to this share of ‖LFC‖, ‖HFC‖ is rounding (MATH §1): `rounding_share` of the reference.
   const double share = 2.5 * (low.scalar_type() == ScalarType::Double ? std::numeric_limits<double>::epsilon()
                                                                       : std::numeric_limits<float>::epsilon());
-  std::vector<double> low_norms(shape_.samples);
+  std::vector<double> low_norms = buffer<double>(shape_.samples);
   for (int64_t sample = 0; sample < shape_.samples; ++sample) {
     low_norms[sample] = norm(low_squared_, sample);
   }
@@ -163,12 +167,12 @@ double NormSums::norm(const std::vector<double>& squared, int64_t sample) const 
 }
 
 NormScales::NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high,
-                       NormsBackward& call, const char* op)
-    : low_(load_statistics(grad_low, call.shape.samples, op)),
-      high_(load_statistics(grad_high, call.shape.samples, op)),
+                       const Tensor& x, NormsBackward& call, const char* op)
+    : low_(load_statistics(grad_low, x, "grad_low", op)),
+      high_(load_statistics(grad_high, x, "grad_high", op)),
       exponents_(low_.size()) {
-  const std::vector<double> low_norms = load_statistics(low, call.shape.samples, op);
-  const std::vector<double> high_norms = load_statistics(high, call.shape.samples, op);
+  const std::vector<double> low_norms = load_statistics(low, x, "low", op);
+  const std::vector<double> high_norms = load_statistics(high, x, "high", op);
   const bool is_wide = call.type == ElementType::float64;
   const double least = is_wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
   const double most = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -193,10 +197,10 @@ namespace {
 
 std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask) {
   constexpr const char* op = "frequency_norms";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   NormsForward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
@@ -206,8 +210,8 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 
   std::vector<int64_t> leading = sizes_of(x);
   leading.resize(leading.size() - 2);
-  Tensor low = torch::stable::new_empty(x, leading, statistics_type(call.type));
-  Tensor high = torch::stable::new_empty(x, leading, statistics_type(call.type));
+  Tensor low = allocated(x, leading, statistics_type(call.type));
+  Tensor high = allocated(x, leading, statistics_type(call.type));
   sums.store(low, high);
   return {low, high};
 }
@@ -215,15 +219,15 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,
                                 std::optional<Tensor> mask) {
   constexpr const char* op = "frequency_norms_backward";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   NormsBackward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  const NormScales scales(grad_low, grad_high, low, high, call, op);
-  Tensor grad_x = torch::stable::new_empty(x, sizes_of(x));
+  const NormScales scales(grad_low, grad_high, low, high, x, call, op);
+  Tensor grad_x = allocated(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();
   const auto& run = kernels(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
@@ -232,17 +236,17 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
 
 Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor> mask, bool is_causal) {
   constexpr const char* op = "frequency_filter";
-  const TokensView tokens(x);
+  const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
   FilterForward call;
-  call.shape = shape_of(x, op);
+  call.shape = shape_of(x);
   call.type = element_type(x, op, "x");
   call.causal = is_causal;
   call.x = tokens.tokens;
   call.mask = valid.mask;
-  call.low = gain_of(low, call.shape, call.type, op);
-  call.high = gain_of(high, call.shape, call.type, op);
-  Tensor y = torch::stable::new_empty(x, sizes_of(x));
+  call.low = gain_of(low, call.shape, call.type, "low", op);
+  call.high = gain_of(high, call.shape, call.type, "high", op);
+  Tensor y = allocated(x, sizes_of(x));
   call.y = y.data_ptr();
   const auto& run = kernels(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
@@ -265,34 +269,33 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
                                                              Tensor high, std::optional<Tensor> mask, bool is_causal,
                                                              bool need_x) {
   constexpr const char* op = "frequency_filter_backward";
-  const TokensView grad_tokens(grad_y);
+  const TokensView grad_tokens(grad_y, "grad_y", op);
   const MaskView valid(mask, grad_y, op);
   FilterBackward call;
-  call.shape = shape_of(grad_y, op);
+  call.shape = shape_of(grad_y);
   call.type = element_type(grad_y, op, "grad_y");
   call.causal = is_causal;
   call.grad_y = grad_tokens.tokens;
   call.mask = valid.mask;
-  call.low = gain_of(low, call.shape, call.type, op);
-  call.high = gain_of(high, call.shape, call.type, op);
+  call.low = gain_of(low, call.shape, call.type, "low", op);
+  call.high = gain_of(high, call.shape, call.type, "high", op);
   const std::vector<int64_t> nothing{0};
-  Tensor grad_x = torch::stable::new_empty(grad_y, need_x ? sizes_of(grad_y) : nothing);
+  Tensor grad_x = allocated(grad_y, need_x ? sizes_of(grad_y) : nothing);
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
 
   const bool need_gains = x.has_value();
   const ScalarType gain_type = statistics_type(call.type);
   const std::vector<int64_t> gain_shape = need_gains ? std::vector<int64_t>{call.shape.channels} : nothing;
-  Tensor grad_low = torch::stable::new_empty(grad_y, gain_shape, gain_type);
-  Tensor grad_high = torch::stable::new_empty(grad_y, gain_shape, gain_type);
+  Tensor grad_low = allocated(grad_y, gain_shape, gain_type);
+  Tensor grad_high = allocated(grad_y, gain_shape, gain_type);
   std::vector<double> low_sums;
   std::vector<double> high_sums;
-  const TokensView x_tokens(need_gains ? *x : grad_y);
+  check_tensor(x, {sizes_of(grad_y), grad_y.scalar_type()}, "x", op);
+  const TokensView x_tokens(need_gains ? *x : grad_y, "x", op);
   if (need_gains) {
-    STD_TORCH_CHECK(x->is_cpu() && has_shape(*x, sizes_of(grad_y)) && x->scalar_type() == grad_y.scalar_type(), op,
-                    ": x must have grad_y's device, shape and dtype");
     // One element more than needed: the pointers say "wanted", also when there are no channels.
-    low_sums.resize(call.shape.samples * call.shape.channels + 1);
-    high_sums.resize(low_sums.size());
+    low_sums = buffer<double>(count_or_fail(call.shape.samples, call.shape.channels) + 1);
+    high_sums = buffer<double>(low_sums.size());
     call.x = x_tokens.tokens;
     call.grad_low = low_sums.data();
     call.grad_high = high_sums.data();
@@ -310,8 +313,8 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("frequency_norms", TORCH_BOX(&overtone::frequency_norms));
-  m.impl("frequency_norms_backward", TORCH_BOX(&overtone::frequency_norms_backward));
-  m.impl("frequency_filter", TORCH_BOX(&overtone::frequency_filter));
-  m.impl("frequency_filter_backward", TORCH_BOX(&overtone::frequency_filter_backward));
+  OVERTONE_IMPL(m, frequency_norms);
+  OVERTONE_IMPL(m, frequency_norms_backward);
+  OVERTONE_IMPL(m, frequency_filter);
+  OVERTONE_IMPL(m, frequency_filter_backward);
 }

@@ -26,10 +26,10 @@ class NormSums {
   std::vector<int> exponents_;
 };
 
-// What the norms' backward kernel multiplies with: grad / norm of every sample, and zero where the norm is zero.
+// What the norms' backward kernel multiplies with: grad / norm of every sample of x, and zero where the norm is zero.
 class NormScales {
  public:
-  NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high,
+  NormScales(const Tensor& grad_low, const Tensor& grad_high, const Tensor& low, const Tensor& high, const Tensor& x,
              NormsBackward& call, const char* op);
 
  private:
@@ -44,9 +44,7 @@ void for_frequency_items(const FrequencyShape& shape, const Body& body) {
   constexpr int64_t kElementsPerTask = 32768;
   const int64_t elements = shape.tokens * shape.blocks_per_item() * kChannelBlock;
   const int64_t grain = elements >= kElementsPerTask ? 1 : kElementsPerTask / (elements < 1 ? 1 : elements);
-  if (shape.items() > 0) {
-    torch::stable::parallel_for(0, shape.items(), grain, body);
-  }
+  parallel_ranges(shape.items(), grain, body);
 }
 
 }  // namespace overtone

@@ -55,7 +55,7 @@ class Householder {
         scratch_(Scratch<A>::padded(std::max(columns, q_columns) * ld_) +
                  2 * Scratch<A>::padded(panels_ * kPanel * ld_) + 2 * Scratch<A>::padded(kPanel * ld_) +
                  Scratch<A>::padded(kReflectRows * kPanel) + 2 * Scratch<A>::padded(kPanel * kPanel) +
-                 Scratch<A>::padded(ld_)),
+                 Scratch<A>::padded(ld_) + Scratch<A>::padded(columns)),
         x_(scratch_.take(std::max(columns, q_columns) * ld_)),
         v_rows_(scratch_.take(panels_ * kPanel * ld_)),
         y_(scratch_.take(panels_ * kPanel * ld_)),
@@ -64,28 +64,28 @@ class Householder {
         w_(scratch_.take(kReflectRows * kPanel)),
         t_(scratch_.take(kPanel * kPanel)),
         t_columns_(scratch_.take(kPanel * kPanel)),
-        signs_(scratch_.take(ld_)) {}
+        signs_(scratch_.take(ld_)),
+        unscales_(scratch_.take(columns)) {}
 
-  // Takes a matrix; false if it is not finite.
+  // Takes a matrix; false if it is not finite. Columns of an unusual size are scaled, each by its own power of two:
+  // that scales the same column of R and leaves Q alone.
   bool load(const MatrixRows& a) {
     pack_block(transposed(a), 0, 0, columns_, rows_, x_, ld_);
     std::fill(signs_, signs_ + ld_, A{1});
-    Vector<A> largest_lanes{};
-    for (int64_t i = 0; i < columns_ * ld_; i += kLanes<A>) {
-      largest_lanes = larger_magnitude<A>(load_full(x_ + i), largest_lanes);
-    }
-    A largest = 0;
-    for (int lane = 0; lane < kLanes<A>; ++lane) {
-      if (!(largest_lanes[lane] <= std::numeric_limits<A>::max())) {
+    is_scaled_ = false;
+    for (int64_t j = 0; j < columns_; ++j) {
+      const A largest = largest_of_column(j);
+      if (!(largest <= std::numeric_limits<A>::max())) {
         return false;
       }
-      largest = std::max<A>(largest, largest_lanes[lane]);
-    }
-    const bool is_usual = largest >= kSmallSize<A> && largest <= 1 / kSmallSize<A>;
-    const A scale = is_usual ? A{1} : inverse_power_of_two<A>(broadcast(largest))[0];
-    unscale_ = 1 / scale;
-    for (int64_t i = 0; !is_usual && i < columns_ * ld_; i += kLanes<A>) {
-      store_full(load_full(x_ + i) * scale, x_ + i);
+      const bool is_usual = largest == 0 || (largest >= kSmallSize<A> && largest <= 1 / kSmallSize<A>);
+      const A scale = is_usual ? A{1} : inverse_power_of_two<A>(broadcast(largest))[0];
+      unscales_[j] = 1 / scale;
+      is_scaled_ = is_scaled_ || !is_usual;
+      for (int64_t i = 0; !is_usual && i < ld_; i += kLanes<A>) {
+        A* const part = x_ + j * ld_ + i;
+        store_full(load_full(part) * scale, part);
+      }
     }
     return true;
   }
@@ -102,10 +102,15 @@ class Householder {
     }
   }
 
-  // R's first `r_rows` rows.
-  void store_r(int64_t r_rows, A* r) const {
-    store_transposed(x_, ld_, columns_, r_rows, r, columns_,
-                     [&](int64_t, int64_t i, Vector<A> v) { return v * (load_full(signs_ + i) * unscale_); });
+  // R's first `r_rows` rows; false if an element is beyond the largest number.
+  bool store_r(int64_t r_rows, A* r) const {
+    Vector<A> not_finite{};
+    store_transposed(x_, ld_, columns_, r_rows, r, columns_, [&](int64_t j, int64_t i, Vector<A> v) {
+      const Vector<A> part = v * (load_full(signs_ + i) * unscales_[j]);
+      not_finite += is_scaled_ ? part * A{0} : Vector<A>{};
+      return part;
+    });
+    return sum_of_lanes<A>(not_finite) == 0;
   }
 
   // Q's first columns, contiguous. R is lost.
@@ -125,6 +130,17 @@ class Householder {
   }
 
  private:
+  // NaN if there is one.
+  A largest_of_column(int64_t j) const {
+    Vector<A> lanes{};
+    for (int64_t i = 0; i < ld_; i += kLanes<A>) {
+      lanes = larger_magnitude<A>(load_full(x_ + j * ld_ + i), lanes);
+    }
+    return reduce_lanes<A>(
+        lanes, [](Vector<A> a, Vector<A> b) { return larger_magnitude<A>(a, b); },
+        std::make_index_sequence<size_t{kLanes<A>}>());
+  }
+
   static constexpr int kPanelVectors = static_cast<int>(kPanel / kLanes<A>);
 
   // The reflectors of the panel that begins at column `first`, row by row; while it is factored, the panel itself.
@@ -376,7 +392,8 @@ class Householder {
   A taus_[kPanel];
   A inverses_[kPanel];
   A dots_[kPanel];
-  A unscale_ = 1;
+  A* unscales_;  // of the columns
+  bool is_scaled_ = false;
 };
 
 }  // namespace overtone::OVERTONE_LEVEL

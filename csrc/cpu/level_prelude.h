@@ -10,9 +10,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <type_traits>
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "cpu/memory.h"

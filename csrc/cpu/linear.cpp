@@ -26,37 +26,35 @@ LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.st
 
 LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }
 
-Tensor allocated(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
-  return torch::stable::new_empty(like, wanted ? size : std::vector<int64_t>{0});
+Tensor allocated_if(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
+  return allocated(like, wanted ? size : std::vector<int64_t>{0});
 }
 
 void check_tokens(const Tensor& x, const char* op) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 2 && x.size(1) > 0 &&
-                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::Double),
-                  op, ": x must be a float32 or float64 CPU tensor [tokens, channels]");
-}
-
-void check_like(const Tensor& tensor, const std::vector<int64_t>& shape, const Tensor& x, const char* name,
-                const char* op) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == x.scalar_type() && has_shape(tensor, shape), op, ": ",
-                  name, " does not fit x's device, dtype or shape");
+  check_dims(x, 2, false, "x", op);
+  if (x.size(1) == 0 || (x.scalar_type() != ScalarType::Float && x.scalar_type() != ScalarType::Double)) {
+    fail(op, "x: got ", wanted_text(sizes_of(x), x.scalar_type(), false, true),
+         ", wanted float32 or float64 [tokens, channels] with channels");
+  }
 }
 
 void check_weight(const Tensor& weight, int64_t inputs, const Tensor& x, const char* name, const char* op) {
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0, op, ": ", name, " must be a matrix with rows");
-  check_like(weight, {weight.size(0), inputs}, x, name, op);
+  check_dims(weight, 2, false, name, op);
+  if (weight.size(0) == 0) {
+    fail(op, name, ": got ", shape_text(sizes_of(weight)), ", wanted a matrix with rows");
+  }
+  check_tensor(weight, {{weight.size(0), inputs}, x.scalar_type()}, name, op);
 }
 
 void check_bias(const Tensor& bias, int64_t outputs, const Tensor& x, const char* name, const char* op) {
-  check_like(bias, {outputs}, x, name, op);
-  STD_TORCH_CHECK(bias.is_contiguous(), op, ": ", name, " must be contiguous");
+  check_tensor(bias, {{outputs}, x.scalar_type(), true}, name, op);
 }
 
 // A weight [depth, columns] in panels.
 Tensor packed(const LinearKernels& run, ElementType type, const LinearMatrix& weight, int64_t depth, int64_t columns,
               const Tensor& like) {
   LinearPacking packing{type, weight, depth, columns};
-  Tensor panels = torch::stable::new_empty(like, {run.packed_size(packing)});
+  Tensor panels = allocated(like, {run.packed_size(packing)});
   packing.panels = panels.data_ptr();
   for_items(run.packing_items(packing), [&](WorkQueue& queue) { run.pack(packing, queue); });
   return panels;
@@ -84,7 +82,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     call.bias = bias->data_ptr();
   }
   const LinearKernels& run = kernels(op);
-  Tensor y = torch::stable::new_empty(x, {call.tokens, call.outputs});
+  Tensor y = allocated(x, {call.tokens, call.outputs});
   const Tensor panels = packed(run, call.type, transposed(weight), call.inputs, call.outputs, x);
   call.x = matrix(x);
   call.weight = panels.data_ptr();
@@ -101,12 +99,12 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   const int64_t tokens = x.size(0);
   const int64_t inputs = x.size(1);
   const int64_t outputs = weight.size(0);
-  check_like(grad_y, {tokens, outputs}, x, "grad_y", op);
+  check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
   const ElementType type = element_type(x, op, "x");
   const LinearKernels& run = kernels(op);
-  Tensor grad_x = allocated(need_x, x, {tokens, inputs});
-  Tensor grad_weight = allocated(need_weight, x, {outputs, inputs});
-  Tensor grad_bias = allocated(need_weight, x, {outputs});
+  Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
+  Tensor grad_weight = allocated_if(need_weight, x, {outputs, inputs});
+  Tensor grad_bias = allocated_if(need_weight, x, {outputs});
   if (need_x) {
     const Tensor panels = packed(run, type, matrix(weight), outputs, inputs, x);
     multiply_tokens(run,
@@ -142,8 +140,8 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   check_bias(b1, shape.hidden, x, "b1", op);
   check_bias(b2, shape.outputs, x, "b2", op);
   const LinearKernels& run = kernels(op);
-  Tensor y = torch::stable::new_empty(x, {shape.tokens, shape.outputs});
-  Tensor pre = allocated(need_backward, x, {shape.tokens, shape.stride});
+  Tensor y = allocated(x, {shape.tokens, shape.outputs});
+  Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
   const Tensor w1_panels = packed(run, shape.type, transposed(w1), shape.inputs, shape.hidden, x);
   const Tensor w2_panels = packed(run, shape.type, transposed(w2), shape.hidden, shape.outputs, x);
   call.x = matrix(x);
@@ -163,14 +161,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   MlpBackward call;
   call.shape = mlp_shape(x, w1, w2, op);
   const MlpShape& shape = call.shape;
-  check_like(grad_y, {shape.tokens, shape.outputs}, x, "grad_y", op);
-  check_like(pre, {shape.tokens, shape.stride}, x, "pre", op);
-  STD_TORCH_CHECK(pre.is_contiguous(), op, ": pre must be contiguous");
+  check_tensor(grad_y, {{shape.tokens, shape.outputs}, x.scalar_type()}, "grad_y", op);
+  check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
   const LinearKernels& run = kernels(op);
-  Tensor grad_x = allocated(need_x, x, {shape.tokens, shape.inputs});
+  Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
   const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
-  const Tensor active = allocated(need_weights, x, blocked);
-  const Tensor grad_pre = allocated(need_weights, x, blocked);
+  const Tensor active = allocated_if(need_weights, x, blocked);
+  const Tensor grad_pre = allocated_if(need_weights, x, blocked);
   const Tensor w1_panels = packed(run, shape.type, matrix(w1), shape.hidden, shape.inputs, x);
   const Tensor w2_panels = packed(run, shape.type, matrix(w2), shape.outputs, shape.hidden, x);
   call.grad_y = matrix(grad_y);
@@ -182,10 +179,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
   for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
 
-  Tensor grad_w1 = allocated(need_weights, x, {shape.hidden, shape.inputs});
-  Tensor grad_b1 = allocated(need_weights, x, {shape.hidden});
-  Tensor grad_w2 = allocated(need_weights, x, {shape.outputs, shape.hidden});
-  Tensor grad_b2 = allocated(need_weights, x, {shape.outputs});
+  Tensor grad_w1 = allocated_if(need_weights, x, {shape.hidden, shape.inputs});
+  Tensor grad_b1 = allocated_if(need_weights, x, {shape.hidden});
+  Tensor grad_w2 = allocated_if(need_weights, x, {shape.outputs, shape.hidden});
+  Tensor grad_b2 = allocated_if(need_weights, x, {shape.outputs});
   if (need_weights) {
     const LinearMatrix active_rows{call.active, kLinearBlock, 1, shape.tokens * kLinearBlock};
     const LinearMatrix grad_rows{call.grad_pre, kLinearBlock, 1, shape.tokens * kLinearBlock};
@@ -201,8 +198,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("linear", TORCH_BOX(&overtone::linear));
-  m.impl("linear_backward", TORCH_BOX(&overtone::linear_backward));
-  m.impl("mlp", TORCH_BOX(&overtone::mlp));
-  m.impl("mlp_backward", TORCH_BOX(&overtone::mlp_backward));
+  OVERTONE_IMPL(m, linear);
+  OVERTONE_IMPL(m, linear_backward);
+  OVERTONE_IMPL(m, mlp);
+  OVERTONE_IMPL(m, mlp_backward);
 }

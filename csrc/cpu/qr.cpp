@@ -3,6 +3,7 @@
 #include "cpu/qr.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
 
 #include "cpu/isa.h"
@@ -22,24 +23,23 @@ const QrKernels& kernels(const char* op) {
   return chosen;
 }
 
-// Items per task, so that a task is worth waking a thread for.
-int64_t grain(int64_t flops_per_item) {
-  constexpr int64_t kFlopsPerTask = 200000;
-  return std::max<int64_t>(1, kFlopsPerTask / std::max<int64_t>(1, flops_per_item));
-}
-
-ElementType matrix_type(const Tensor& a, const char* op, const char* name) {
-  STD_TORCH_CHECK(
-      a.is_cpu() && a.dim() >= 2 && (a.scalar_type() == ScalarType::Float || a.scalar_type() == ScalarType::Double), op,
-      ": ", name, " must be a float32 or float64 CPU tensor [..., m, n]");
-  return element_type(a, op, name);
+// Items per task, so that a task is worth waking a thread for. The operations of an item, which may be more than
+// integers count, come as factors.
+int64_t grain(std::initializer_list<int64_t> flops_per_item) {
+  int64_t items = 200000;
+  for (const int64_t factor : flops_per_item) {
+    items /= std::max<int64_t>(1, factor);
+  }
+  return std::max<int64_t>(1, items);
 }
 
 std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
   constexpr const char* op = "qr";
+  check_matrices(a, /*square=*/false, "A", op);
+  check_fits(complete ? a.size(-2) : 0, a.size(-2));
   const MatricesView matrices(a);
   QrForward call;
-  call.type = matrix_type(a, op, "A");
+  call.type = element_type(a, op, "A");
   call.rows = a.size(-2);
   call.columns = a.size(-1);
   call.r_rows = complete ? call.rows : std::min(call.rows, call.columns);
@@ -48,67 +48,65 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
 
   std::vector<int64_t> sizes = sizes_of(a);
   sizes.resize(sizes.size() - 2);
-  Tensor info = torch::stable::new_empty(a, sizes, ScalarType::Int);
+  Tensor info = allocated(a, sizes, ScalarType::Int);
   sizes.insert(sizes.end(), {call.r_rows, call.columns});
-  Tensor r = torch::stable::new_empty(a, sizes);
+  Tensor r = allocated(a, sizes);
   sizes[sizes.size() - 2] = call.rows;
   sizes.back() = call.q_columns;
-  Tensor q = torch::stable::new_empty(a, need_q ? sizes : std::vector<int64_t>{0});
+  Tensor q = allocated(a, need_q ? sizes : std::vector<int64_t>{0});
   call.q = q.data_ptr();
   call.r = r.data_ptr();
   call.info = static_cast<int32_t*>(info.data_ptr());
   const auto& run = kernels(op);
   if (call.items() > 0) {
-    const int64_t flops = 4 * call.rows * call.columns * call.r_rows * (call.is_small() ? kQrGroup : 1);
-    torch::stable::parallel_for(0, call.items(), grain(flops),
-                                [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
+    const int64_t matrices_per_item = call.is_small() ? kQrGroup : 1;
+    parallel_ranges(call.items(), grain({4, call.rows, call.columns, call.r_rows, matrices_per_item}),
+                    [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
   }
   return {q, r, info};
 }
 
 Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, Tensor q, Tensor r) {
   constexpr const char* op = "qr_backward";
+  check_matrices(q, /*square=*/false, "Q", op);
   QrBackward call;
-  call.type = matrix_type(q, op, "Q");
+  call.type = element_type(q, op, "Q");
   call.rows = q.size(-2);
   call.columns = q.size(-1);
   std::vector<int64_t> leading = sizes_of(q);
   leading.resize(leading.size() - 2);
   std::vector<int64_t> square = leading;
   square.insert(square.end(), {call.columns, call.columns});
-  const auto check = [&](const Tensor& tensor, const std::vector<int64_t>& sizes) {
-    STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == q.scalar_type() && has_shape(tensor, sizes), op,
-                    ": R and gradients must have the device, dtype and shape that fit Q");
-  };
-  check(r, square);
-  STD_TORCH_CHECK(call.rows >= call.columns && q.is_contiguous() && r.is_contiguous(), op,
-                  ": Q must be tall or square, Q and R contiguous");
+  if (call.rows < call.columns) {
+    fail(op, "Q: got ", shape_text(sizes_of(q)), ", wanted at least as many rows as columns");
+  }
+  check_tensor(q, {sizes_of(q), q.scalar_type(), true}, "Q", op);
+  check_tensor(r, {square, q.scalar_type(), true}, "R", op);
+  check_tensor(grad_q, {sizes_of(q), q.scalar_type()}, "grad_Q", op);
+  check_tensor(grad_r, {square, q.scalar_type()}, "grad_R", op);
   std::optional<MatricesView> q_view;
   std::optional<MatricesView> r_view;
   if (grad_q.has_value()) {
-    check(*grad_q, sizes_of(q));
     call.grad_q = q_view.emplace(*grad_q).batch;
   }
   if (grad_r.has_value()) {
-    check(*grad_r, square);
     call.grad_r = r_view.emplace(*grad_r).batch;
   }
   call.q = q.data_ptr();
   call.r = r.data_ptr();
-  Tensor grad_a = torch::stable::new_empty(q, sizes_of(q));
+  Tensor grad_a = allocated(q, sizes_of(q));
   call.grad_a = grad_a.data_ptr();
   const int64_t count = product(leading);
-  std::vector<int32_t> singular(count);
+  std::vector<int32_t> singular = buffer<int32_t>(count);
   call.singular = singular.data();
   const auto& run = kernels(op);
-  if (count > 0) {
-    torch::stable::parallel_for(0, count, grain(6 * call.rows * call.columns * call.columns),
-                                [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
-  }
+  parallel_ranges(count, grain({6, call.rows, call.columns, call.columns}),
+                  [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   const auto bad = std::find(singular.begin(), singular.end(), 1);
-  STD_TORCH_CHECK(bad == singular.end(), "qr: no gradient: the columns of matrix",
-                  member_name(bad - singular.begin(), leading),
-                  " of A are linearly dependent (R has a zero on its diagonal), so that Q is one of many");
+  if (bad != singular.end()) {
+    fail("qr", "no gradient: the columns of matrix", member_name(bad - singular.begin(), leading),
+         " of A are linearly dependent (R has a zero on its diagonal), so that Q is one of many");
+  }
   return grad_a;
 }
 
@@ -116,6 +114,6 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("qr", TORCH_BOX(&overtone::qr));
-  m.impl("qr_backward", TORCH_BOX(&overtone::qr_backward));
+  OVERTONE_IMPL(m, qr);
+  OVERTONE_IMPL(m, qr_backward);
 }

@@ -16,7 +16,7 @@ constexpr int64_t kQrGroup = 16;
 // Elements of A or Q up to which a matrix is small.
 constexpr int64_t kSmallQr = 40 * 40;
 
-// A = QR with R's diagonal ≥ 0. A matrix that is not finite gets info 1, and its results are NaN.
+// A = QR with R's diagonal ≥ 0. A matrix that is not finite, or whose R is not, gets info 1, and its results are NaN.
 struct QrForward {
   ElementType type;
   int64_t rows = 0;

@@ -20,15 +20,15 @@ void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
   }
   Householder<A> householder(call.rows, call.columns, call.q_columns);
   for (int64_t member = begin; member < end; ++member) {
-    const bool is_finite = householder.load(member_rows<A>(call.a, member));
-    call.info[member] = is_finite ? 0 : 1;
-    if (!is_finite) {
-      poison_results<A>(call, member);
-      continue;
+    bool is_solved = householder.load(member_rows<A>(call.a, member));
+    if (is_solved) {
+      householder.factor();
+      is_solved = householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
     }
-    householder.factor();
-    householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
-    if (call.q_columns > 0) {
+    call.info[member] = is_solved ? 0 : 1;
+    if (!is_solved) {
+      poison_results<A>(call, member);
+    } else if (call.q_columns > 0) {
       householder.store_q(static_cast<A*>(call.q) + member * call.rows * call.q_columns);
     }
   }
@@ -45,10 +45,11 @@ class QrGradient {
         ld_(padded_stride<A>(call.rows)),
         ld_square_(padded_stride<A>(call.columns)),
         scratch_(Scratch<A>::padded(columns_ * ld_) + Scratch<A>::padded(columns_ * ld_square_) +
-                 Scratch<A>::padded(multiply_scratch<A>(columns_, rows_))),
+                 Scratch<A>::padded(multiply_scratch<A>(columns_, rows_)) + Scratch<A>::padded(columns_ * columns_)),
         x_(scratch_.take(columns_ * ld_)),
         c_(scratch_.take(columns_ * ld_square_)),
-        panel_(scratch_.take(multiply_scratch<A>(columns_, rows_))) {}
+        panel_(scratch_.take(multiply_scratch<A>(columns_, rows_))),
+        scaled_r_(scratch_.take(columns_ * columns_)) {}
 
   void run(int64_t member) {
     const A* q = static_cast<const A*>(call_.q) + member * rows_ * columns_;
@@ -64,6 +65,10 @@ class QrGradient {
       call_.singular[member] |= diagonal == 0;
     }
     load_grad_q(member);
+    const A scale = scale_of(r);
+    if (scale != 1) {
+      r = scaled(r, scale);
+    }
     make_lower(member, q, r);
     mirror_lower(c_, ld_square_, columns_);
     add_product(q);
@@ -75,6 +80,43 @@ class QrGradient {
   }
 
  private:
+  // With R and ∂Q scaled by one number ∂A is the same. A power of two by which R ∂Rᵀ neither overflows nor loses digits
+  // among subnormal numbers; 1 for an R of usual size.
+  A scale_of(const A* r) const {
+    constexpr int kMost = std::numeric_limits<A>::max_exponent - 1;
+    const A largest = largest_of(r);
+    if (largest == 0 || (largest < kUsual && 1 / kUsual < largest)) {
+      return 1;
+    }
+    A least = largest;  // on the diagonal; what is divided by must remain a normal number
+    for (int64_t j = 0; j < columns_; ++j) {
+      least = std::min(least, r[j * columns_ + j]);
+    }
+    const int room = least == 0 ? 0 : std::max(__builtin_ilogb(least) + kMost - 1, 0);
+    return static_cast<A>(__builtin_ldexp(1.0, -std::clamp(__builtin_ilogb(largest), -kMost, room)));
+  }
+
+  A largest_of(const A* r) const {
+    const int64_t size = columns_ * columns_;
+    Vector<A> largest{};
+    int64_t i = 0;
+    for (; i + kLanes<A> <= size; i += kLanes<A>) {
+      largest = larger<A>(absolute<A>(load_full(r + i)), largest);
+    }
+    return largest_lane<A>(larger<A>(absolute<A>(load(r + i, 1, static_cast<int>(size - i))), largest));
+  }
+
+  // R, into memory of its own; ∂Q where it is.
+  const A* scaled(const A* r, A scale) {
+    for (int64_t i = 0; i < columns_ * columns_; ++i) {
+      scaled_r_[i] = r[i] * scale;
+    }
+    for (int64_t i = 0; i < columns_ * ld_; ++i) {
+      x_[i] *= scale;
+    }
+    return scaled_r_;
+  }
+
   void load_grad_q(int64_t member) {
     if (call_.grad_q.data == nullptr) {
       std::fill(x_, x_ + columns_ * ld_, A{0});
@@ -127,12 +169,15 @@ class QrGradient {
         });
   }
 
+  static constexpr A kUsual = sizeof(A) == 8 ? static_cast<A>(0x1p500) : static_cast<A>(0x1p60);
+
   const QrBackward& call_;
   int64_t rows_, columns_, ld_, ld_square_;
   Scratch<A> scratch_;
-  A* x_;      // [columns][ld]: ∂Q transposed, and in the end ∂A transposed
-  A* c_;      // [columns][ld_square]
-  A* panel_;  // of the products
+  A* x_;         // [columns][ld]: ∂Q transposed, and in the end ∂A transposed
+  A* c_;         // [columns][ld_square]
+  A* panel_;     // of the products
+  A* scaled_r_;  // [columns][columns]
 };
 
 template <class A>

@@ -107,18 +107,19 @@ class LaneQr {
         rank_(std::min(call.rows, call.columns)),
         scratch_(Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.columns)) +
                  Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.q_columns)) +
-                 3 * Scratch<A>::padded(call.rows * kLanes<A>)),
+                 3 * Scratch<A>::padded(call.rows * kLanes<A>) + Scratch<A>::padded(call.columns * kLanes<A>)),
         a_(scratch_.take(LaneMatrix<A>::size(call.rows, call.columns)), call.columns),
         q_(scratch_.take(LaneMatrix<A>::size(call.rows, call.q_columns)), call.q_columns),
         taus_(scratch_.take(call.rows * kLanes<A>)),
         signs_(scratch_.take(call.rows * kLanes<A>)),
-        overlaps_(scratch_.take(call.rows * kLanes<A>)) {}
+        overlaps_(scratch_.take(call.rows * kLanes<A>)),
+        unscales_(scratch_.take(call.columns * kLanes<A>)) {}
 
   // Matrices [first, first + kLanes) of the batch.
   void run(int64_t first) {
     const int count = static_cast<int>(std::min<int64_t>(kLanes<A>, call_.a.count - first));
     load_lanes(call_.a, first, call_.rows, call_.columns, a_);
-    const Mask<A> solved = normalize();
+    const Mask<A> is_finite = normalize();
     expect_group(first + kLanes<A>);
     factor();
     if (call_.q_columns > 0) {
@@ -126,7 +127,7 @@ class LaneQr {
       store_lanes(q_, call_.rows, call_.q_columns, count,
                   static_cast<A*>(call_.q) + first * call_.rows * call_.q_columns);
     }
-    finish_r();
+    const Mask<A> solved = is_finite & finish_r();
     store_lanes(a_, call_.r_rows, call_.columns, count,
                 static_cast<A*>(call_.r) + first * call_.r_rows * call_.columns);
     for (int lane = 0; lane < count; ++lane) {
@@ -162,31 +163,40 @@ class LaneQr {
     }
   }
 
-  // Scales matrices of an unusual size; which lanes are finite. (Here and below a local copy of a member: the member
-  // would be read again after every store.)
+  // Scales columns of an unusual size, each by its own power of two: that scales the same column of R and leaves Q
+  // alone. Returns which lanes are finite. (Here and below a local copy of a member: the member would be read again
+  // after every store.)
   Mask<A> normalize() {
     const LaneMatrix<A> a = a_;
     const int64_t rows = call_.rows;
-    const int64_t columns = call_.columns;
-    Vector<A> largest{};
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) {
+    const Vector<A> one = broadcast(A{1}), small = broadcast(kSmallSize<A>);
+    Vector<A> largest_of_all{};
+    is_scaled_ = false;
+    for (int64_t j = 0; j < call_.columns; ++j) {
+      Vector<A> largest{};
+      for (int64_t i = 0; i < rows; ++i) {
         largest = larger_magnitude<A>(a.get(i, j), largest);
       }
-    }
-    const Vector<A> one = broadcast(A{1});
-    const Mask<A> usual =
-        less_equal(broadcast(kSmallSize<A>), largest) & less_equal(largest, broadcast(1 / kSmallSize<A>));
-    const Vector<A> scale = select(usual, one, inverse_power_of_two<A>(largest));
-    unscale_ = one / scale;
-    if (!all(usual)) {
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t j = 0; j < columns; ++j) {
-          a.set(i, j, a.get(i, j) * scale);
-        }
+      largest_of_all = larger_magnitude<A>(largest, largest_of_all);
+      const Mask<A> usual =
+          (less_equal(small, largest) & less_equal(largest, one / small)) | equal(largest, Vector<A>{});
+      if (!all(usual)) {
+        scale_column(j, select(usual, one, inverse_power_of_two<A>(largest)));
       }
     }
-    return less_equal(largest, broadcast(std::numeric_limits<A>::max()));
+    return less_equal(largest_of_all, broadcast(std::numeric_limits<A>::max()));
+  }
+
+  void scale_column(int64_t j, const Vector<A>& scale) {
+    const Vector<A> factor = scale;
+    for (int64_t k = 0; k < call_.columns && !is_scaled_; ++k) {
+      store_full(broadcast(A{1}), unscales_ + k * kLanes<A>);
+    }
+    is_scaled_ = true;
+    store_full(broadcast(A{1}) / factor, unscales_ + j * kLanes<A>);
+    for (int64_t i = 0; i < call_.rows; ++i) {
+      a_.set(i, j, a_.get(i, j) * factor);
+    }
   }
 
   // The sum of term(i) over the rows from `begin` on, in two chains: each addition waits for the one before it.
@@ -351,17 +361,25 @@ class LaneQr {
     }
   }
 
-  void finish_r() {
+  // R's zeros and signs, and its columns' own sizes; the lanes in which no element is beyond the largest number.
+  Mask<A> finish_r() {
     const LaneMatrix<A> a = a_;
     const int64_t columns = call_.columns;
+    Vector<A> not_finite{};
     for (int64_t i = 0; i < call_.r_rows; ++i) {
       const int64_t diagonal = std::min(i, columns);
       std::fill(a.at(i, 0), a.at(i, diagonal), A{0});
-      const Vector<A> scale = diagonal < columns ? load_full(signs_ + i * kLanes<A>) * unscale_ : Vector<A>{};
+      const Vector<A> sign = diagonal < columns ? load_full(signs_ + i * kLanes<A>) : Vector<A>{};
       for (int64_t j = diagonal; j < columns; ++j) {
-        a.set(i, j, a.get(i, j) * scale);
+        a.set(i, j, a.get(i, j) * sign);
+      }
+      for (int64_t j = diagonal; is_scaled_ && j < columns; ++j) {
+        const Vector<A> element = a.get(i, j) * load_full(unscales_ + j * kLanes<A>);
+        not_finite += element * A{0};
+        a.set(i, j, element);
       }
     }
+    return equal(not_finite, Vector<A>{});
   }
 
   const QrForward& call_;
@@ -372,7 +390,8 @@ class LaneQr {
   A* taus_;
   A* signs_;
   A* overlaps_;  // of the pairs
-  Vector<A> unscale_;
+  A* unscales_;  // of the columns, where any is scaled
+  bool is_scaled_ = false;
   ComingRows coming_;
 };
 

@@ -19,9 +19,8 @@ constexpr int64_t padded_stride(int64_t size) {
 template <class A>
 class Scratch {
  public:
-  explicit Scratch(int64_t size)
-      : memory_(static_cast<A*>(::operator new(size * sizeof(A), std::align_val_t{64}))), size_(size) {}
-  ~Scratch() { ::operator delete(memory_, std::align_val_t{64}); }
+  explicit Scratch(int64_t size) : memory_(static_cast<A*>(allocate_aligned(size, sizeof(A)))), size_(size) {}
+  ~Scratch() { free_aligned(memory_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 

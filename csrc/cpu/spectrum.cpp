@@ -29,30 +29,22 @@ std::vector<int64_t> vectors_shape(const Tensor& matrix) {
   return sizes;
 }
 
-ElementType checked_type(const Tensor& matrix, const Tensor& eigenvalues, const char* op) {
-  STD_TORCH_CHECK(matrix.is_cpu() && matrix.dim() >= 2 && matrix.size(-1) == matrix.size(-2) &&
-                      (matrix.scalar_type() == ScalarType::Float || matrix.scalar_type() == ScalarType::Double),
-                  op, ": the matrix must be a float32 or float64 CPU tensor [..., n, n]");
-  STD_TORCH_CHECK(eigenvalues.is_cpu() && eigenvalues.scalar_type() == matrix.scalar_type() &&
-                      has_shape(eigenvalues, vectors_shape(matrix)) && eigenvalues.is_contiguous(),
-                  op, ": eigenvalues must be contiguous [..., n] with the matrix' device and dtype");
-  return element_type(matrix, op, "matrix");
+ElementType checked_type(const Tensor& matrix, const Tensor& eigenvalues, const char* name, const char* op) {
+  check_matrices(matrix, /*square=*/true, name, op);
+  check_tensor(eigenvalues, {vectors_shape(matrix), matrix.scalar_type(), true}, "eigenvalues", op);
+  return element_type(matrix, op, name);
 }
 
 void check_like(const Tensor& tensor, const Tensor& matrix, bool contiguous, const char* name, const char* op) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == matrix.scalar_type() &&
-                      has_shape(tensor, sizes_of(matrix)) && (!contiguous || tensor.is_contiguous()),
-                  op, ": ", name, " does not fit the matrix' device, dtype or shape");
+  check_tensor(tensor, {sizes_of(matrix), matrix.scalar_type(), contiguous}, name, op);
 }
 
 template <class Call>
 void for_matrices(const Call& call, int64_t count, void (*kernel)(const Call&, int64_t, int64_t)) {
   constexpr int64_t kFlopsPerTask = 200000;
   const int64_t flops = std::max<int64_t>(1, 4 * call.size * call.size * call.size);
-  if (count > 0) {
-    torch::stable::parallel_for(0, count, std::max<int64_t>(1, kFlopsPerTask / flops),
-                                [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
-  }
+  parallel_ranges(count, std::max<int64_t>(1, kFlopsPerTask / flops),
+                  [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 
 void raise_failed(const std::vector<int32_t>& failed, const Tensor& matrix, const char* op, const char* reason) {
@@ -60,25 +52,25 @@ void raise_failed(const std::vector<int32_t>& failed, const Tensor& matrix, cons
   if (bad != failed.end()) {
     std::vector<int64_t> leading = vectors_shape(matrix);
     leading.pop_back();
-    STD_TORCH_CHECK(false, op, ": matrix", member_name(bad - failed.begin(), leading), " ", reason);
+    fail(op, "matrix", member_name(bad - failed.begin(), leading), " ", reason);
   }
 }
 
 std::tuple<Tensor, Tensor, Tensor> compose_symmetric(Tensor theta, Tensor eigenvalues) {
   constexpr const char* op = "compose_symmetric";
-  const MatricesView matrices(theta);
   ComposeForward call;
-  call.type = checked_type(theta, eigenvalues, op);
+  call.type = checked_type(theta, eigenvalues, "theta", op);
+  const MatricesView matrices(theta);
   call.size = theta.size(-1);
   call.matrix = matrices.batch;
   call.eigenvalues = eigenvalues.data_ptr();
-  Tensor weight = torch::stable::new_empty(theta, sizes_of(theta));
-  Tensor q = torch::stable::new_empty(theta, sizes_of(theta));
-  Tensor r = torch::stable::new_empty(theta, sizes_of(theta));
+  Tensor weight = allocated(theta, sizes_of(theta));
+  Tensor q = allocated(theta, sizes_of(theta));
+  Tensor r = allocated(theta, sizes_of(theta));
   call.weight = weight.data_ptr();
   call.basis = q.data_ptr();
   call.r = r.data_ptr();
-  std::vector<int32_t> failed(call.matrix.count);
+  std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
   for_matrices(call, call.matrix.count, kernels(op).symmetric_forward);
   raise_failed(failed, theta, op, "of theta is not finite");
@@ -87,22 +79,22 @@ std::tuple<Tensor, Tensor, Tensor> compose_symmetric(Tensor theta, Tensor eigenv
 
 std::tuple<Tensor, Tensor> compose_symmetric_backward(Tensor grad_weight, Tensor eigenvalues, Tensor q, Tensor r) {
   constexpr const char* op = "compose_symmetric_backward";
-  const MatricesView grads(grad_weight);
   ComposeBackward call;
-  call.type = checked_type(q, eigenvalues, op);
+  call.type = checked_type(q, eigenvalues, "q", op);
   call.size = q.size(-1);
   check_like(grad_weight, q, false, "grad_weight", op);
+  const MatricesView grads(grad_weight);
   check_like(q, q, true, "q", op);
   check_like(r, q, true, "r", op);
   call.grad_weight = grads.batch;
   call.eigenvalues = eigenvalues.data_ptr();
   call.basis = q.data_ptr();
   call.r = r.data_ptr();
-  Tensor grad_theta = torch::stable::new_empty(q, sizes_of(q));
-  Tensor grad_eigenvalues = torch::stable::new_empty(q, vectors_shape(q));
+  Tensor grad_theta = allocated(q, sizes_of(q));
+  Tensor grad_eigenvalues = allocated(q, vectors_shape(q));
   call.grad_matrix = grad_theta.data_ptr();
   call.grad_eigenvalues = grad_eigenvalues.data_ptr();
-  std::vector<int32_t> failed(call.grad_weight.count);
+  std::vector<int32_t> failed = buffer<int32_t>(call.grad_weight.count);
   call.failed = failed.data();
   for_matrices(call, call.grad_weight.count, kernels(op).symmetric_backward);
   raise_failed(failed, q, op, "of theta has no gradient: its columns are linearly dependent");
@@ -111,17 +103,17 @@ std::tuple<Tensor, Tensor> compose_symmetric_backward(Tensor grad_weight, Tensor
 
 std::tuple<Tensor, Tensor> compose_general(Tensor v, Tensor eigenvalues) {
   constexpr const char* op = "compose_general";
-  const MatricesView matrices(v);
   ComposeForward call;
-  call.type = checked_type(v, eigenvalues, op);
+  call.type = checked_type(v, eigenvalues, "v", op);
+  const MatricesView matrices(v);
   call.size = v.size(-1);
   call.matrix = matrices.batch;
   call.eigenvalues = eigenvalues.data_ptr();
-  Tensor weight = torch::stable::new_empty(v, sizes_of(v));
-  Tensor inverse = torch::stable::new_empty(v, sizes_of(v));
+  Tensor weight = allocated(v, sizes_of(v));
+  Tensor inverse = allocated(v, sizes_of(v));
   call.weight = weight.data_ptr();
   call.basis = inverse.data_ptr();
-  std::vector<int32_t> failed(call.matrix.count);
+  std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
   for_matrices(call, call.matrix.count, kernels(op).general_forward);
   raise_failed(failed, v, op, "of v has no inverse: it is singular or not finite");
@@ -130,22 +122,22 @@ std::tuple<Tensor, Tensor> compose_general(Tensor v, Tensor eigenvalues) {
 
 std::tuple<Tensor, Tensor> compose_general_backward(Tensor grad_weight, Tensor v, Tensor eigenvalues, Tensor inverse) {
   constexpr const char* op = "compose_general_backward";
-  const MatricesView grads(grad_weight);
-  const MatricesView matrices(v);
   ComposeBackward call;
-  call.type = checked_type(v, eigenvalues, op);
+  call.type = checked_type(v, eigenvalues, "v", op);
   call.size = v.size(-1);
   check_like(grad_weight, v, false, "grad_weight", op);
+  const MatricesView grads(grad_weight);
+  const MatricesView matrices(v);
   check_like(inverse, v, true, "inverse", op);
   call.grad_weight = grads.batch;
   call.matrix = matrices.batch;
   call.eigenvalues = eigenvalues.data_ptr();
   call.basis = inverse.data_ptr();
-  Tensor grad_v = torch::stable::new_empty(v, sizes_of(v));
-  Tensor grad_eigenvalues = torch::stable::new_empty(v, vectors_shape(v));
+  Tensor grad_v = allocated(v, sizes_of(v));
+  Tensor grad_eigenvalues = allocated(v, vectors_shape(v));
   call.grad_matrix = grad_v.data_ptr();
   call.grad_eigenvalues = grad_eigenvalues.data_ptr();
-  std::vector<int32_t> failed(call.matrix.count);
+  std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
   for_matrices(call, call.matrix.count, kernels(op).general_backward);
   return {grad_v, grad_eigenvalues};
@@ -155,8 +147,8 @@ std::tuple<Tensor, Tensor> compose_general_backward(Tensor grad_weight, Tensor v
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  m.impl("compose_symmetric", TORCH_BOX(&overtone::compose_symmetric));
-  m.impl("compose_symmetric_backward", TORCH_BOX(&overtone::compose_symmetric_backward));
-  m.impl("compose_general", TORCH_BOX(&overtone::compose_general));
-  m.impl("compose_general_backward", TORCH_BOX(&overtone::compose_general_backward));
+  OVERTONE_IMPL(m, compose_symmetric);
+  OVERTONE_IMPL(m, compose_symmetric_backward);
+  OVERTONE_IMPL(m, compose_general);
+  OVERTONE_IMPL(m, compose_general_backward);
 }

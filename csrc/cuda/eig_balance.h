@@ -22,6 +22,9 @@ class Balance {
     return isolated;
   }
 
+  // The largest modulus there is now.
+  OVERTONE_DEVICE T largest() const { return largest_; }
+
  private:
   // Sums of moduli by rows and by columns, without the diagonal, and the largest modulus.
   OVERTONE_DEVICE void survey() {
@@ -141,6 +144,7 @@ class Balance {
   OVERTONE_DEVICE bool balance_once() {
     bool changed = false;
     for (int i = 0; i < n_; ++i) {
+      const T scale = scale_[i];  // read before the sums wait for everybody: one thread will write it
       T row = 0, column = 0;
       for (int k = team_.rank(); k < n_; k += team_.size()) {
         row += magnitude(a_.at(i, k));
@@ -153,13 +157,14 @@ class Balance {
         continue;
       }
       const T factor = power_of_two_below(root(row / column) * T(1.41421356));
-      if (!(column * factor + row / factor < kGain * (column + row))) {
+      const bool is_better = column * factor + row / factor < kGain * (column + row);
+      if (!is_better || !(1 / kMostScale < scale * factor && scale * factor < kMostScale)) {
         continue;
       }
       changed = true;
       for (int k = team_.rank(); k < n_; k += team_.size()) {
         if (k == i) {
-          scale_[i] *= factor;
+          scale_[i] = scale * factor;
         } else {
           a_.at(k, i) *= factor;
           a_.at(i, k) *= 1 / factor;
@@ -189,6 +194,7 @@ class Balance {
         a_.at(i, j) = a_.at(i, j) * scale_[i] * (1 / scale_[j]);
       }
     }
+    largest_ = before;
     team_.sync();
   }
 
@@ -196,6 +202,7 @@ class Balance {
   static constexpr T kGain = T(0.95);
   static constexpr T kHarm = 4;
   static constexpr int kRounds = 20;
+  static constexpr T kMostScale = sizeof(T) == 8 ? T(0x1p500) : T(0x1p60);  // two have a ratio
 
   Team& team_;
   DenseMatrix<T, in_shared> a_;

@@ -155,7 +155,8 @@ class Francis {
     if (discriminant >= 0) {
       const T z = p < 0 ? p - square_root : p + square_root;
       real_[i] = d + z;
-      real_[i + 1] = z == 0 ? d : d - more / z * rest_signed;
+      // more / z may overflow where there is no rest, and infinity times zero is NaN.
+      real_[i + 1] = z == 0 || rest == 0 ? d : d - more / z * rest_signed;
       imag_[i] = imag_[i + 1] = 0;
     } else {
       real_[i] = real_[i + 1] = d + p;

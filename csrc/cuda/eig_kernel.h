@@ -40,12 +40,14 @@ class EigSolver {
       info = kNotStochastic;
     }
     if (info == kSolved) {
-      scale();
-      isolated = Balance<T, Team, in_shared>(team_, a_, vectors_).run(call_.row_stochastic);
+      scale(largest_, scale_);
+      Balance<T, Team, in_shared> balance(team_, a_, vectors_);
+      isolated = balance.run(call_.row_stochastic);
+      scale(balance.largest(), balanced_scale_);  // balancing may have made it small
       const bool perron = call_.row_stochastic && !isolated && n_ > 1;
       HessenbergReduction<T, Team, in_shared>(team_, a_, vectors_).run(perron);
       pack();
-      info = francis() ? kSolved : kUnsolved;
+      info = francis() && are_representable() ? kSolved : kUnsolved;
     }
     store(info, call_.row_stochastic && isolated);
   }
@@ -80,17 +82,28 @@ class EigSolver {
   }
 
   // Numbers of a usual size are left alone.
-  OVERTONE_DEVICE void scale() {
+  OVERTONE_DEVICE void scale(T largest, Scale<T>& by) {
     constexpr T kSafe = T(1e-6);  // far above kNothing, which is absolute
-    if (largest_ == 0 || (largest_ > kSafe && largest_ < 1 / kSafe)) {
+    if (largest == 0 || (largest > kSafe && largest < 1 / kSafe)) {
       return;
     }
-    scale_ = Scale<T>::to_one(largest_);
+    by = Scale<T>::to_one(largest);
     for (int k = team_.rank(); k < n_ * n_; k += team_.size()) {
       T& x = a_.at(k / n_, k % n_);
-      x = scale_.apply(x);
+      x = by.apply(x);
     }
     team_.sync();
+  }
+
+  OVERTONE_DEVICE T at_own_size(T value) const { return scale_.undo(balanced_scale_.undo(value)); }
+
+  // At their own size eigenvalues may be beyond the largest number.
+  OVERTONE_DEVICE bool are_representable() {
+    T largest = 0;
+    for (int i = team_.rank(); i < 2 * n_; i += team_.size()) {
+      largest = larger(largest, size_or_infinity(at_own_size(values_[i])));
+    }
+    return team_.largest(largest) <= kMost<T>;
   }
 
   OVERTONE_DEVICE void pack() {
@@ -135,8 +148,8 @@ class EigSolver {
     T* const out = call_.values + index_ * n_ * 2;
     for (int i = team_.rank(); i < n_; i += team_.size()) {
       const int place = i == perron ? 0 : i < perron ? i + 1 : i;
-      out[2 * place] = info == kSolved ? scale_.undo(real[i]) : kNaN<T>;
-      out[2 * place + 1] = info == kSolved ? scale_.undo(imag[i]) : kNaN<T>;
+      out[2 * place] = info == kSolved ? at_own_size(real[i]) : kNaN<T>;
+      out[2 * place + 1] = info == kSolved ? at_own_size(imag[i]) : kNaN<T>;
     }
     if (team_.rank() == 0) {
       call_.info[index_] = info;
@@ -167,7 +180,7 @@ class EigSolver {
   Dense a_;
   H h_;
   T largest_ = 0;
-  Scale<T> scale_;
+  Scale<T> scale_, balanced_scale_;
 };
 
 // n ≤ 32, kWarpsPerBlock matrices per block.

@@ -36,7 +36,7 @@ class EighSolver {
       if (call_.vectors != nullptr) {
         form_q();
       }
-      solved = call_.vectors != nullptr ? ql<true>() : ql<false>();
+      solved = (call_.vectors != nullptr ? ql<true>() : ql<false>()) && are_representable();
     }
     if (team_.rank() == 0) {
       call_.info[index_] = solved ? 0 : 1;
@@ -122,6 +122,12 @@ class EighSolver {
       e_[0][n_ - 1] = 0;
     }
     team_.sync();
+  }
+
+  // At their own size eigenvalues may be beyond the largest number.
+  OVERTONE_DEVICE bool are_representable() {
+    const int own = team_.rank();
+    return team_.largest(own < n_ ? size_or_infinity(scale_.undo(d_[0][own])) : T(0)) <= kMost<T>;
   }
 
   OVERTONE_DEVICE void finish_corner(T x, T old_v, T old_w) {

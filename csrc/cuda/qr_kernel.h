@@ -25,8 +25,8 @@ class QrSolver {
         q_{a_.data + rows_ * a_.row_stride, call.q_columns | 1} {}
 
   OVERTONE_DEVICE void run() {
-    const bool finite = load();
-    if (finite) {
+    bool solved = load();
+    if (solved) {
       for (int k = 0; k < rank_; ++k) {
         make_reflector(k);
         reflect(k, a_, k + 1, columns_);
@@ -35,8 +35,9 @@ class QrSolver {
       if (call_.q_columns > 0) {
         form_q();
       }
+      solved = finish_r();
     }
-    store(finite);
+    store(solved);
   }
 
  private:
@@ -54,17 +55,37 @@ class QrSolver {
       largest = larger(largest, size_or_infinity(x));
       a_.at(i, j) = x;
     }
-    largest = team_.largest(largest);
-    if (!(largest <= kMost<T>)) {
+    if (!(team_.largest(largest) <= kMost<T>)) {
       return false;
     }
+    scale_column();
+    return true;
+  }
+
+  // Every column by its own power of two: that scales the same column of R and leaves Q alone. A lane per column.
+  OVERTONE_DEVICE void scale_column() {
+    const int j = team_.rank();
+    T largest = 0;
+    for (int i = 0; i < rows_ && j < columns_; ++i) {
+      largest = larger(largest, magnitude(a_.at(i, j)));
+    }
     scale_ = Scale<T>::to_one(largest);
-    for (int k = team_.rank(); k < rows_ * columns_; k += team_.size()) {
-      T& x = a_.at(k / columns_, k % columns_);
-      x = scale_.apply(x);
+    for (int i = 0; i < rows_ && j < columns_; ++i) {
+      a_.at(i, j) = scale_.apply(a_.at(i, j));
     }
     team_.sync();
-    return true;
+  }
+
+  // R's signs, and its columns' own sizes. Whether no element is beyond the largest number.
+  OVERTONE_DEVICE bool finish_r() {
+    const int j = team_.rank();
+    T largest = 0;
+    for (int i = 0; i < rank_ && i <= j && j < columns_; ++i) {
+      T& x = a_.at(i, j);
+      x = scale_.undo(x) * signs_[i];
+      largest = larger(largest, size_or_infinity(x));
+    }
+    return team_.largest(largest) <= kMost<T>;
   }
 
   // I − τ v vᵀ that clears column k below the diagonal; a lane per row. The column is scaled to size one first: squares
@@ -117,18 +138,18 @@ class QrSolver {
     team_.sync();
   }
 
-  OVERTONE_DEVICE void store(bool finite) {
+  OVERTONE_DEVICE void store(bool solved) {
     T* const q = call_.q + index_ * rows_ * call_.q_columns;
     for (int k = team_.rank(); k < rows_ * call_.q_columns; k += team_.size()) {
-      q[k] = finite ? q_.at(k / call_.q_columns, k % call_.q_columns) : kNaN<T>;
+      q[k] = solved ? q_.at(k / call_.q_columns, k % call_.q_columns) : kNaN<T>;
     }
     T* const r = call_.r + index_ * call_.r_rows * columns_;
     for (int k = team_.rank(); k < call_.r_rows * columns_; k += team_.size()) {
       const int i = k / columns_, j = k % columns_;
-      r[k] = !finite ? kNaN<T> : j < i ? T(0) : scale_.undo(a_.at(i, j)) * signs_[i];
+      r[k] = !solved ? kNaN<T> : j < i ? T(0) : a_.at(i, j);
     }
     if (team_.rank() == 0) {
-      call_.info[index_] = finite ? 0 : 1;
+      call_.info[index_] = solved ? 0 : 1;
     }
   }
 
@@ -138,7 +159,7 @@ class QrSolver {
   WarpTeam<T> team_;
   T *taus_, *signs_;
   Rows a_, q_;
-  Scale<T> scale_;
+  Scale<T> scale_;  // of the lane's column
 };
 
 // kWarpsPerBlock matrices per block.

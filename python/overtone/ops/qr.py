@@ -34,7 +34,10 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QRRes
 
 
 def qr_ex(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QRExResult:
-    """qr that returns an info per matrix instead of raising: 1 for one that is not finite, whose results are nan."""
+    """qr that returns an info per matrix instead of raising.
+
+    1 for one that is not finite, or whose R is not; its results are nan.
+    """
     checks.matrices("qr_ex", "A", A)
     checks.one_of("qr_ex", "mode", mode, MODES)
     if select("qr", backend, A) == "reference":

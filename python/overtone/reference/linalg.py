@@ -1,8 +1,9 @@
 """Batched eigen- and QR decompositions in torch.linalg's conventions, for any floating or complex dtype.
 
 Results have torch.linalg's names and order (eigh ascending). The `*_ex` variants never raise for a bad matrix: they
-return an `info` per matrix, 0 if it was solved and 1 if it is not finite or did not converge. That matrix's results
-are nan, and the others' are untouched. The plain variants raise LinAlgError and name the matrices.
+return an `info` per matrix, 0 if it was solved and 1 if it is not finite, did not converge, or has results beyond the
+largest number. That matrix's results are nan, and the others' are untouched. The plain variants raise LinAlgError and
+name the matrices. Any size of numbers is solved as well as ordinary ones, and so are rows and columns of unlike sizes.
 
 Half-precision matrices are solved in float32, and their results stay float32 (complex64).
 Gradients are PyTorch's own, so eigenvectors need distinct eigenvalues, and QR needs full rank.
@@ -102,23 +103,89 @@ def qr(A: Tensor, mode: str = "reduced") -> QRResult:
 
 
 def eigh_ex(A: Tensor, UPLO: str = "L") -> EighExResult:
-    return EighExResult(*_solve(lambda A: torch.linalg.eigh(A, UPLO), A, _triangle(A, UPLO)))
+    return EighExResult(*_solve(lambda A: torch.linalg.eigh(A, UPLO), A, _triangle(A, UPLO), _scaled_values))
 
 
 def eigvalsh_ex(A: Tensor, UPLO: str = "L") -> EigvalsExResult:
-    return EigvalsExResult(*_solve(lambda A: (torch.linalg.eigvalsh(A, UPLO),), A, _triangle(A, UPLO)))
+    return EigvalsExResult(*_solve(lambda A: (torch.linalg.eigvalsh(A, UPLO),), A, _triangle(A, UPLO), _scaled_values))
 
 
 def eig_ex(A: Tensor) -> EigExResult:
-    return EigExResult(*_solve(torch.linalg.eig, A, A))
+    return EigExResult(*_solve(_stable_eig, A, A, _scaled_values))
 
 
 def eigvals_ex(A: Tensor, *, row_stochastic: bool = False) -> EigvalsExResult:
-    values, info = _solve(lambda A: (torch.linalg.eigvals(A),), A, A)
+    values, info = _solve(lambda A: (_stable_eigvals(A),), A, A, _scaled_values)
     if row_stochastic:
         is_bad = (info == 0) & ~rows_sum_to_one(A)
         values, info = perron_first(_poison(values, is_bad)), info.masked_fill(is_bad, NOT_STOCHASTIC)
     return EigvalsExResult(values, info)
+
+
+def _stable_eig(A: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.linalg.eig, of matrices that LAPACK's balancing spoils in another basis."""
+    values, vectors = _bordered_eig(A)
+    spoiled = _is_spoiled(A, values, vectors)
+    if spoiled is None:
+        return values, vectors
+    rotation = _rotation(A)
+    values, vectors = _bordered_eig(torch.where(spoiled[..., None, None], 0, A))
+    other_values, other_vectors = _bordered_eig(rotation.mT @ A[spoiled] @ rotation)
+    return (
+        values.masked_scatter(spoiled[..., None], other_values),
+        vectors.masked_scatter(spoiled[..., None, None], rotation.to(vectors.dtype) @ other_vectors),
+    )
+
+
+def _stable_eigvals(A: Tensor) -> Tensor:
+    with torch.no_grad():
+        spoiled = _is_spoiled(A, *_bordered_eig(A)) if _is_unbalanced(A) else None
+    if spoiled is None:
+        return torch.linalg.eigvals(A)
+    rotation = _rotation(A)
+    values = torch.linalg.eigvals(torch.where(spoiled[..., None, None], 0, A))
+    return values.masked_scatter(spoiled[..., None], torch.linalg.eigvals(rotation.mT @ A[spoiled] @ rotation))
+
+
+def _is_unbalanced(A: Tensor) -> bool:
+    """Whether rows and columns of any matrix are unlike in size, so that LAPACK balances them."""
+    if _in_transform():
+        return False
+    rows, columns = A.detach().abs().sum(-1), A.detach().abs().sum(-2)
+    return bool(((rows > 32 * columns) | (columns > 32 * rows)).any())
+
+
+def _in_transform() -> bool:
+    """Under torch.func no choice can depend on numbers: results there are LAPACK's as they are."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_spoiled(A: Tensor, values: Tensor, vectors: Tensor) -> Tensor | None:
+    """Which matrices have residuals, ‖AV − VΛ‖ / (n ‖A‖ ε), far above LAPACK's usual ones; None if there are none."""
+    if A.numel() == 0 or _in_transform():
+        return None
+    A, values, vectors = A.detach(), values.detach(), vectors.detach()
+    error = torch.linalg.vector_norm(A.to(vectors.dtype) @ vectors - vectors * values[..., None, :], dim=-2).amax(-1)
+    usual = A.shape[-1] * torch.finfo(A.dtype).eps * torch.linalg.matrix_norm(A, 1)  # its own ratio is below one
+    spoiled = error > 4 * usual
+    return spoiled if spoiled.any() else None
+
+
+def _bordered_eig(A: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.linalg.eig, whose memory LAPACK's failure cannot corrupt.
+
+    Where LAPACK gives up, torch takes what the memory of the eigenvalues held before for eigenvalues, and a complex
+    pair that seems to begin with the last one makes it read and write a column beyond the last. LAPACK splits a border
+    of zeros off before it begins, so that the last eigenvalue is a real one, zero, whatever happens to the others.
+    """
+    values, vectors = torch.linalg.eig(torch.nn.functional.pad(A, (0, 1, 0, 1)))
+    return values[..., :-1], vectors[..., :-1, :-1]
+
+
+def _rotation(A: Tensor) -> Tensor:
+    """An orthogonal matrix. In its basis no row or column is small: there is nothing to balance."""
+    noise = torch.randn(A.shape[-2:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(noise).Q.to(A)
 
 
 def perron_first(values: Tensor) -> Tensor:
@@ -141,7 +208,7 @@ def qr_ex(A: Tensor, mode: str = "reduced") -> QRExResult:
     if mode == "r":
         _, R, info = qr_ex(A)
         return QRExResult(R.new_empty(0), R, info)
-    return QRExResult(*_solve(lambda A: _positive_qr(A, mode), A, A))
+    return QRExResult(*_solve(lambda A: _positive_qr(A, mode), A, A, _scaled_columns))
 
 
 def _positive_qr(A: Tensor, mode: str) -> tuple[Tensor, Tensor]:
@@ -156,17 +223,62 @@ def _triangle(A: Tensor, UPLO: str) -> Tensor:
     return A.tril() if UPLO.upper() == "L" else A.triu()
 
 
-def _solve(solver: Callable, A: Tensor, read: Tensor) -> tuple[Tensor, ...]:
-    """The solver's results for every matrix, and info. `read` is the part of A that must be finite."""
+def _solve(solver: Callable, A: Tensor, read: Tensor, at_size_one: Callable) -> tuple[Tensor, ...]:
+    """The solver's results for every matrix, and info. `read` is the part of A that is read.
+
+    `at_size_one` calls the solver with a matrix of ordinary size and undoes that in its results.
+    """
     A = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
     failed = ~read.isfinite().all(-1).all(-1)
     A = torch.where(failed[..., None, None], 0, A)
-    try:
-        results = solver(A)
-    except torch.linalg.LinAlgError:  # torch gives up on the whole batch: find out whose fault it was
-        results, not_converged = _solve_one_by_one(solver, A)
-        failed = failed | not_converged
+    size = torch.where(failed[..., None, None], 0, read.detach())
+    results, not_converged = at_size_one(_solve_all, solver, A, size)
+    for result in results:
+        failed = failed | ~result.detach().isfinite().flatten(A.dim() - 2).all(-1)
+    failed = failed | not_converged
     return *(_poison(result, failed) for result in results), failed.to(torch.int32)
+
+
+def _solve_all(solver: Callable, A: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The solver's results, and which matrices it did not converge on."""
+    try:
+        return list(solver(A)), torch.zeros(A.shape[:-2], dtype=torch.bool, device=A.device)
+    except torch.linalg.LinAlgError:  # torch gives up on the whole batch: find out whose fault it was
+        return _solve_one_by_one(solver, A)
+
+
+def _scaled_values(solve: Callable, solver: Callable, A: Tensor, read: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The first result, eigenvalues, has A's size."""
+    exponent = _exponent(read, (-2, -1))
+    (values, *rest), not_converged = solve(solver, _times_power_of_two(A, -exponent))
+    return [_times_power_of_two(values, exponent[..., 0]), *rest], not_converged
+
+
+def _scaled_columns(solve: Callable, solver: Callable, A: Tensor, read: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The columns of the second result, R, have the size of A's."""
+    exponent = _exponent(read, (-2,))
+    (Q, R), not_converged = solve(solver, _times_power_of_two(A, -exponent))
+    return [Q, _times_power_of_two(R, exponent)], not_converged
+
+
+def _exponent(A: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Of the largest element's size over `dims`, which stay as ones; 0 where squares of such numbers are safe."""
+    if A.numel() == 0:
+        return torch.zeros([1 if dim - A.dim() in dims else n for dim, n in enumerate(A.shape)], dtype=torch.int32)
+    parts = torch.stack((A.real, A.imag)).abs().amax(0) if A.is_complex() else A.abs()
+    exponent = torch.frexp(parts.amax(dims, keepdim=True)).exponent
+    safe = 400 if A.real.dtype == torch.float64 else 36
+    return torch.where(exponent.abs() <= safe, 0, exponent)
+
+
+def _times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
+    """x 2^exponent, in two steps: 2^exponent itself may overflow. (torch.pow and ldexp need not be exact.)"""
+    largest = 600
+    powers = torch.tensor([2.0**k for k in range(-largest, largest + 1)], dtype=torch.float64, device=x.device)
+    first = exponent.div(2, rounding_mode="trunc")
+    for half in (first, exponent - first):
+        x = x * powers[half.long() + largest].to(x.real.dtype)
+    return x
 
 
 def _poison(result: Tensor, failed: Tensor) -> Tensor:
@@ -211,7 +323,8 @@ def raise_unsolved(function: str, info: Tensor) -> None:
         return
     _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
     is_iteration = function != "qr"
-    _raise_for(function, info != 0, "is not finite" + (" or did not converge" if is_iteration else ""))
+    causes = "is not finite, did not converge" if is_iteration else "is not finite"
+    _raise_for(function, info != 0, f"{causes} or has results beyond the largest number")
 
 
 def _raise_for(function: str, is_bad: Tensor, what: str) -> None:
