@@ -5,6 +5,7 @@ A script for processes that watch memory (tests/test_sanitizers.py); that the va
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -147,7 +148,8 @@ def exercise_eig(size: tuple[int, int], dtype: torch.dtype) -> int:
         a[3:4] *= torch.finfo(dtype).tiny
         leaf = shapes.with_layout(a, layout).detach().requires_grad_()
         values, vectors, info = ot.linalg.eig_ex(leaf, backend="cpu")
-        (values[4:].abs().sum() + vectors[4:].abs().square().sum()).backward()
+        with contextlib.suppress(torch.linalg.LinAlgError):  # a matrix that is defective to rounding
+            (values[4:].abs().sum() + vectors[4:].abs().square().sum()).backward()
         ot.linalg.eigvals_ex(leaf.detach(), backend="cpu")
         ot.linalg.eigvals_ex(leaf.detach().softmax(-1), row_stochastic=True, backend="cpu")
         calls += 4

@@ -41,6 +41,7 @@ struct FarWork {
   Reflector<T> reflectors[kReflectors];
   int k0, k1, near, top, bottom;
   bool done, converged;
+  Scale<T> scale, balanced_scale;  // of the matrix: they wait here rather than in registers
 };
 
 // What the chief knows; the same in each of its lanes.

@@ -40,10 +40,10 @@ class EigSolver {
       info = kNotStochastic;
     }
     if (info == kSolved) {
-      scale(largest_, scale_);
+      scale(largest_, work_->scale);
       Balance<T, Team, in_shared> balance(team_, a_, vectors_);
       isolated = balance.run(call_.row_stochastic);
-      scale(balance.largest(), balanced_scale_);  // balancing may have made it small
+      scale(balance.largest(), work_->balanced_scale);  // balancing may have made it small
       const bool perron = call_.row_stochastic && !isolated && n_ > 1;
       HessenbergReduction<T, Team, in_shared>(team_, a_, vectors_).run(perron);
       pack();
@@ -82,12 +82,16 @@ class EigSolver {
   }
 
   // Numbers of a usual size are left alone.
-  OVERTONE_DEVICE void scale(T largest, Scale<T>& by) {
+  OVERTONE_DEVICE void scale(T largest, Scale<T>& kept) {
     constexpr T kSafe = T(1e-6);  // far above kNothing, which is absolute
-    if (largest == 0 || (largest > kSafe && largest < 1 / kSafe)) {
+    const bool is_usual = largest == 0 || (largest > kSafe && largest < 1 / kSafe);
+    const Scale<T> by = is_usual ? Scale<T>{} : Scale<T>::to_one(largest);
+    if (team_.rank() == 0) {
+      kept = by;
+    }
+    if (is_usual) {
       return;
     }
-    by = Scale<T>::to_one(largest);
     for (int k = team_.rank(); k < n_ * n_; k += team_.size()) {
       T& x = a_.at(k / n_, k % n_);
       x = by.apply(x);
@@ -95,7 +99,7 @@ class EigSolver {
     team_.sync();
   }
 
-  OVERTONE_DEVICE T at_own_size(T value) const { return scale_.undo(balanced_scale_.undo(value)); }
+  OVERTONE_DEVICE T at_own_size(T value) const { return work_->scale.undo(work_->balanced_scale.undo(value)); }
 
   // At their own size eigenvalues may be beyond the largest number.
   OVERTONE_DEVICE bool are_representable() {
@@ -180,7 +184,6 @@ class EigSolver {
   Dense a_;
   H h_;
   T largest_ = 0;
-  Scale<T> scale_, balanced_scale_;
 };
 
 // n ≤ 32, kWarpsPerBlock matrices per block.

@@ -73,13 +73,13 @@ def _threads(n: int) -> int:
 
 def eigh_barriers(n: int, sweeps: float) -> float:
     """Of a matrix with eigenvectors, n ≥ 2; a reduction is one."""
-    load, store = 2, 1
+    load, representable, store = 2, 1, 1
     tridiagonal = 4 * (n - 2) + 1
-    return load + tridiagonal + (n + 1) + 3 * sweeps + 1 + store
+    return load + tridiagonal + (n + 1) + 3 * sweeps + 1 + representable + store
 
 
 def eigh_reductions(n: int, sweeps: float) -> float:
-    return 1 + 2 * (n - 2) + 2 * sweeps + 1
+    return 1 + 2 * (n - 2) + 2 * sweeps + 1 + 1
 
 
 def eigh_flops(n: int, sweeps: float, steps: float) -> float:
