@@ -32,6 +32,11 @@ struct LaneScale {
 
   OVERTONE_INLINE Vector<A> apply(Vector<A> v) const { return v * first * second; }
   OVERTONE_INLINE Vector<A> undo(Vector<A> v) const { return v / second / first; }
+
+  // Whether eigenvalues, at most n in size while they are scaled, may be beyond the largest number when they are not.
+  OVERTONE_INLINE Mask<A> may_overflow() const {
+    return less(second, broadcast(sizeof(A) == 8 ? A(0x1p-500) : A(0x1p-60)));
+  }
 };
 
 template <class A, int kGroups>
@@ -118,7 +123,9 @@ class EighSolver {
   }
 
   void store(int k, int64_t begin, int count, Mask<A> failed) {
-    failed = failed | ~undo_scale(k);
+    if (any(scale_[k].may_overflow())) {
+      failed = failed | ~are_representable(k);
+    }
     for (int lane = 0; lane < count; ++lane) {
       call_.info[begin + lane] = lane_of(failed, lane);
     }
@@ -128,24 +135,22 @@ class EighSolver {
     n_ <= kLargestSortedInLanes ? store_sorted(k, count, values, vectors) : store_by_rank(k, count, values, vectors);
   }
 
-  // Eigenvalues to their size again; the lanes where none of them is beyond the largest number.
-  Mask<A> undo_scale(int k) const {
-    const LaneScale<A> scale = scale_[k];
+  // At their own size eigenvalues may be beyond the largest number.
+  Mask<A> are_representable(int k) const {
     Vector<A> not_finite{};
     for (int64_t i = 0; i < n_; ++i) {
-      const Vector<A> own = scale.undo(value(k, i));
-      set_value(k, i, own);
-      not_finite += own * A(0);
+      not_finite += scale_[k].undo(value(k, i)) * A(0);
     }
     return equal(not_finite, Vector<A>{});
   }
 
-  // NaN for those who failed.
+  // Eigenvalues to their size again; NaN for those who failed.
   void finish(int k, Mask<A> failed) const {
     const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
+    const LaneScale<A> scale = scale_[k];
     const LaneMatrix<A> z = z_[k];
     for (int64_t i = 0; i < n_; ++i) {
-      set_value(k, i, select(failed, poison, value(k, i)));
+      set_value(k, i, select(failed, poison, scale.undo(value(k, i))));
       for (int64_t j = 0; j < n_ && z.data != nullptr; ++j) {
         // Adding zero: other lanes' rotations may have turned a −0 to 0, which a matrix's own bits must not show.
         z.set(i, j, select(failed, poison, z.get(i, j) + Vector<A>{}));

@@ -82,7 +82,8 @@ def _beneath_requires(x: Tensor) -> bool:
 def readable(x: Tensor) -> bool:
     """Whether Python may look at values: not where a transform is traced into a graph for later."""
     tracing = (_C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY)
-    return not is_fake(x) and all(_C._get_dispatch_mode(mode) is None for mode in tracing)
+    is_real = type(x) is Tensor or not is_fake(x)  # the first is the quicker question
+    return is_real and all(_C._get_dispatch_mode(mode) is None for mode in tracing)
 
 
 def beneath(x: Tensor) -> Tensor:
