@@ -19,17 +19,10 @@ from kit import runs
 from overtone import cli
 from overtone.training import CheckpointError, TrainingError, checkpoint, load_model, model, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
 STATE = {"step": 3, "seconds": 0.5, "config": {"seed": 0}, "history": [{"loss": 1e-300, "worst": float("inf")}]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -32,16 +32,9 @@ from overtone.training.folder import _WIDE, SUFFIXES, in_bytes, read_image
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZE = 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def picture(seed: int = 0, colours: int = 1):

@@ -20,16 +20,9 @@ from overtone.training.config import field_types
 from overtone.training.recipe import learning_rate
 from overtone.training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def flags(config: training.TrainConfig) -> list[str]:

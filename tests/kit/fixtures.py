@@ -50,6 +50,15 @@ def cpu_kernels():
 
 
 @pytest.fixture
+def one_thread():
+    """Small models are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def factorisations(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the bases that were factorised."""
     shapes: list[tuple[int, ...]] = []
