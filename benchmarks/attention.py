@@ -78,6 +78,19 @@ def _inputs(shape: Shape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
     return tuple(x.detach().requires_grad_(mode != FORWARD) for x in inputs)
 
 
+def _runs_on_tiles(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and _extension.native is not None and _extension.native.isa().startswith("amx")
+
+
+def _measures(dtype: torch.dtype) -> dict[str, str]:
+    """Where softmax and heads are rounded to halves on their way into matrix instructions, as in SDPA's products.
+
+    The reference, and our other kernels, keep them in float32.
+    """
+    on_cpu = {"cpu": "sdpa"} if _runs_on_tiles(dtype) else {}
+    return on_cpu if dtype == torch.float32 else {"triton": "sdpa", **on_cpu}
+
+
 def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
     baselines = with_compiled({"reference": partial(_with_norms, ot.reference.spectral_attention), "sdpa": _by_sdpa})
     if shape is LONG:  # the reference's matrices of logits would take gigabytes in float64
@@ -92,7 +105,7 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
         by_sdpa = with_compiled({"sdpa": _by_sdpa})
         float32 = {f"{name} float32": InFloat32(function) for name, function in by_sdpa.items()}
         baselines |= float32
-        if mode != BACKWARD and shape in AMX_TARGETS and _extension.native and _extension.native.isa() == "amx":
+        if mode != BACKWARD and shape in AMX_TARGETS and _runs_on_tiles(dtype):
             targets |= dict.fromkeys(float32, AMX_TARGETS[shape][mode != FORWARD])
     return Case(
         op="spectral_attention",
@@ -106,6 +119,7 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
         bytes=PRODUCTS[mode][1] * tensors * dtype.itemsize,
         limit="matmul",
         targets=targets,
+        measures=_measures(dtype),
     )
 
 

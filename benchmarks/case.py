@@ -61,7 +61,8 @@ class Case:
 
     `ours` and every baseline take what `setup` returns and give a tensor or a tuple of tensors. The gradients of the
     modes with a backward are taken of all results, with respect to every input that requires one. The first baseline
-    is the eager reference: in float64 it is the truth, at the case's precision its error sets the tolerance.
+    is the eager reference: in float64 it is the truth, at the case's precision its error sets the tolerance, unless
+    `measures` names another baseline for that backend.
     """
 
     op: str
@@ -78,6 +79,7 @@ class Case:
     targets: Mapping[str, float] = field(default_factory=dict)  # baseline -> how many times faster we want to be
     check: Callable[[Results, Evidence], Check] = against_truth
     backend: str = "cpu"  # whose kernels run; placement.py adds a copy of the case for every other one that is here
+    measures: Mapping[str, str] = field(default_factory=dict)  # backend -> the baseline whose error sets the tolerance
     takes_backward: bool = False  # the functions take their own backward and return the gradients
 
     def __post_init__(self) -> None:
@@ -88,6 +90,9 @@ class Case:
         unknown = set(self.targets) - set(self.baselines)
         if not self.baselines or unknown:
             raise ValueError(f"{self.name}: wanted a baseline for every target, at least one; missing {unknown or ''}")
+        strangers = set(self.measures.values()) - set(self.baselines)
+        if strangers:
+            raise ValueError(f"measures: got {strangers}, wanted some of {', '.join(self.baselines)}")
 
     @property
     def dtype_name(self) -> str:
@@ -107,6 +112,11 @@ class Case:
     @property
     def reference(self) -> Function:
         return next(iter(self.baselines.values()))
+
+    @property
+    def plain(self) -> Function:
+        measure = self.measures.get(self.backend)
+        return self.reference if measure is None else self.baselines[measure]
 
 
 @dataclass(frozen=True)

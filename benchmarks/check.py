@@ -37,7 +37,7 @@ class Evidence:
     """What results are judged by."""
 
     inputs: tuple[Any, ...]
-    plain: tuple[Tensor, ...]  # the eager reference's results, at the case's precision
+    plain: tuple[Tensor, ...]  # the eager reference's or the measure's results, at the case's precision
     truth: tuple[Tensor, ...]  # and in float64
     # Roundings of a running sum that are allowed on top. None for us; for a baseline, which may well add everything up
     # in one long sum and still be what people use, as many as the inputs have elements.

@@ -63,7 +63,7 @@ class Trial:
         given = case.setup()
         self.inputs = tuple(moved(value, self.device) for value in given)
         self.grads = self._random_grads()
-        plain = self.call(case.reference).results()
+        plain = self.call(case.plain).results()
         self.evidence = Evidence(given, _on_cpu(plain), _on_cpu(self._truth()))
 
     def call(self, function: Function) -> Call:

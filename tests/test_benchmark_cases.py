@@ -14,6 +14,7 @@ import overtone as ot
 from overtone import libraries
 from overtone.backends import KERNELS, BackendStatus
 from overtone.benchmarks import (
+    attention,
     compose,
     extremal,
     kit,
@@ -102,6 +103,18 @@ def test_small_cases_of_the_new_files_agree(monkeypatch):
         assert passed(metrics._cosine(shape, mode))
     assert passed(metrics._rank("effective_rank", shape)) and passed(metrics._rank("stable_rank", shape))
     assert passed(extremal._case(2, 140, 2.0))
+
+
+@pytest.mark.parametrize(("level", "measure"), [("baseline", "reference"), ("amx_emulated", "sdpa")])
+def test_bfloat16_attention_is_measured_by_what_rounds_as_it_does(cpu_kernels, level, measure):
+    before = cpu_kernels.isa()
+    cpu_kernels.set_isa(level)
+    try:
+        case = attention._case(SMALL, torch.bfloat16, MODES[2])
+        assert case.plain is case.baselines[measure]
+        assert passed(case)
+    finally:
+        cpu_kernels.set_isa(before)
 
 
 # Backends.

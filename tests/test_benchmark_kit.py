@@ -67,6 +67,17 @@ def test_the_tolerance_is_three_times_plain_pytorchs_error_and_one_epsilon():
     assert near.passed and not far.checks["ours"].passed
 
 
+def test_another_baselines_error_can_be_the_measure():
+    off = lambda relative: lambda x: x if x.dtype == torch.float64 else x * (1 + relative)  # noqa: E731
+    fields = {"setup": lambda: (torch.ones(8),), "baselines": {"reference": off(1e-6), "rounded": off(1e-4)}}
+    assert not run(case(ours=off(2e-4), **fields)).results[0].checks["ours"].passed
+    assert run(case(ours=off(2e-4), measures={"cpu": "rounded"}, **fields)).results[0].checks["ours"].passed
+    assert not run(case(ours=off(4e-4), measures={"cpu": "rounded"}, **fields)).results[0].checks["ours"].passed
+    assert not run(case(ours=off(2e-4), measures={"triton": "rounded"}, **fields)).results[0].checks["ours"].passed
+    with pytest.raises(ValueError, match="measures: got {'nobody'}, wanted some of reference, rounded"):
+        case(measures={"cpu": "nobody"}, **fields)
+
+
 def test_a_baseline_may_round_like_one_long_sum_and_ours_may_not():
     rounded = lambda x: x if x.dtype == torch.float64 else x * (1 + 1e-6)  # noqa: E731
     setup = lambda: (torch.ones(10_000),)  # noqa: E731
