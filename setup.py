@@ -123,7 +123,8 @@ def extension(torch, pybind11):
     sanitize = SANITIZER_FLAGS.get(sanitizer, [])
     optimize = DEBUG_FLAGS if debug else RELEASE_FLAGS
     if sanitizer:
-        optimize = ["-O1", "-g", "-fno-omit-frame-pointer"]
+        # Line tables are all that reports need; with full debug information compiling takes twice as long.
+        optimize = ["-O1", "-g1", "-fno-omit-frame-pointer"]
     # GCC 12 takes the "undefined" values inside its own AVX-512 intrinsics for uninitialised ones (its bug 105593).
     warnings = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     cpp_flags = ["-std=c++20", *warnings, "-fvisibility=hidden", *optimize, *sanitize]
