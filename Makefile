@@ -2,7 +2,7 @@
 #     make setup | study | test | bench | docs | lint | clean          PYTHON=python3.11 names another Python
 PYTHON ?= python3
 RUN := .venv/bin/python
-CPP := $(shell find csrc $(wildcard tests/host_cuda) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc $(wildcard tests/cuda/emulator) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # What the build depends on besides files; see the table in setup.py.
 SWITCHES := $(CXX) $(foreach name,SKIP_EXTENSION CUDA CUDA_ARCHS SANITIZE DEBUG,$(name)=$(OVERTONE_$(name)))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import overtone as ot
 from overtone import _extension
-from overtone.benchmarks.case import MODES, Case, InFloat32, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, InFloat32, with_compiled
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Results
-from overtone.benchmarks.check import Check, Evidence
-from overtone.reference.analysis import Dominance, Verdict, head_weights
+from overtone.benchmarks.harness.case import Case, Results
+from overtone.benchmarks.harness.check import Check, Evidence
+from overtone.reference.dominance import Dominance, Verdict, head_weights
 
 DIM, HEADS, LAYERS, TOKENS, STD = 768, 12, 12, 197, 0.02
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import MODES, Case, Function, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Function, with_compiled
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 TAU = 0.5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from overtone import reference
-from overtone.benchmarks.case import MODES, Case, Function, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Function, with_compiled
 from overtone.ops import linear as ops
 
 # (label, tokens, channels)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.case import MODES, Case, with_compiled
 from overtone.benchmarks.frequency import Shape
+from overtone.benchmarks.harness.case import MODES, Case, with_compiled
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 SHAPES = (Shape(64, 197, 192), Shape(8, 197, 768), Shape(256, 65, 192))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overtone as ot
-from overtone.benchmarks.case import Case, Compiled, Function
+from overtone.benchmarks.harness.case import Case, Compiled, Function
 from overtone.ops.basis import BasisCache, orthonormal_basis
 
 CLASSES, DEPTH = 10, 12

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import overtone as ot
-from overtone.benchmarks.case import Case, is_compiled
-from overtone.benchmarks.kit import Trial, all_cases, contenders
-from overtone.benchmarks.tables import standard_names
+from overtone.benchmarks.harness.case import Case, is_compiled
+from overtone.benchmarks.harness.runner import Trial, all_cases, contenders
+from overtone.benchmarks.harness.tables import standard_names
 
 
 def pytest_generate_tests(metafunc) -> None:

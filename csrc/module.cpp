@@ -6,8 +6,8 @@
 #include <map>
 #include <string>
 
-#include "cpu/isa.h"
-#include "cpu/round_trip.h"
+#include "cpu/bench/thread_latency.h"
+#include "cpu/isa/isa.h"
 
 #define OVERTONE_STRINGIFY_(x) #x
 #define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)

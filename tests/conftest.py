@@ -16,7 +16,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-pytest_plugins = ("kit.fixtures",)
+pytest_plugins = ("support.fixtures",)
 
 # The same examples in every run: what failed once fails again. `--hypothesis-profile=default` draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True)

@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 import overtone
 from overtone.backends import triton_interprets
-from overtone.triton_kernels.attention_configs import TILES, Blocks
+from overtone.triton_kernels.attention.config import TILES, Blocks
 
 TILE_SIZES = range(16, 257)
 WARPS = range(2, 17)

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/element_type.h"
+#include "cpu/dtype.h"
 #include "cpu/errors.h"
 #include "cpu/matrix_batch.h"
 #include "cpu/parallel.h"

@@ -4,7 +4,7 @@
 // every thread. A reduction is a sync() too: what was written to shared memory before it can be read after it.
 #pragma once
 
-#include "cuda/calls.h"
+#include "cuda/linalg/params.h"
 
 namespace overtone::cuda {
 

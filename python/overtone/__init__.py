@@ -4,7 +4,7 @@ from importlib.metadata import version as _version
 
 from overtone import analysis, linalg, models, nn, reference, spectrum
 from overtone.backends import BackendError, backends, use_backend
-from overtone.foreign import reparameterize
+from overtone.integrations import reparameterize
 from overtone.ops import flops as _flops  # noqa: F401  (the counts of all ops, for torch's FlopCounterMode)
 from overtone.ops.attention import spectral_attention
 from overtone.ops.frequency import de_escalate, frequency_filter, frequency_norms

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overtone import _extension, _transforms
-from overtone.cuda_kernels import launches
+from overtone.tools import cuda_launches
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 
@@ -37,7 +37,7 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "compose_general": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
 }
 
-# What backend "cuda" runs by torch's batched products (overtone.blas3): any size, no compiled kernel.
+# What backend "cuda" runs by torch's batched products (overtone.ops.linalg.batched): any size, no compiled kernel.
 BY_PRODUCTS = ("compose_symmetric", "compose_general")
 
 # The widest last dimension of an op's first tensor that a backend's kernels take.
@@ -111,7 +111,7 @@ def _cuda_status() -> BackendStatus:
     if not _has_cuda_kernels():
         return BackendStatus(True, f"composed weights by batched products on {gpu}; linalg: {_NO_CUDA_KERNELS}")
     limit = _shared_limit(torch.device("cuda"))
-    largest = {op: launches.largest(op, torch.float32, limit) for op in ("eigh", "eig", "qr")}
+    largest = {op: cuda_launches.largest(op, torch.float32, limit) for op in ("eigh", "eig", "qr")}
     return BackendStatus(
         True,
         f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
@@ -122,7 +122,9 @@ def _cuda_status() -> BackendStatus:
 def _shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that the device gives a block."""
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", launches.SHARED_EVERYWHERE)  # older torch has it not
+    return getattr(
+        properties, "shared_memory_per_block_optin", cuda_launches.SHARED_EVERYWHERE
+    )  # older torch has it not
 
 
 _STATUS = {
@@ -204,8 +206,8 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
     if not _has_cuda_kernels():
         return _NO_CUDA_KERNELS
     size, limit = max(tensor.shape[-2:]), _shared_limit(tensor.device)
-    if launches.path(op, size, tensor.dtype, limit) is None:
-        largest = launches.largest(op, tensor.dtype, limit)
+    if cuda_launches.path(op, size, tensor.dtype, limit) is None:
+        largest = cuda_launches.largest(op, tensor.dtype, limit)
         return f"on this device it takes matrices of up to {largest} rows and columns, got {size}"
     if op == "eig" and _transforms.needs_gradient(tensor):
         return "it has eigenvalues without gradient only"

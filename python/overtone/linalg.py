@@ -5,10 +5,10 @@ it is not finite or did not converge. That matrix's results are nan, and the oth
 variants raise torch.linalg.LinAlgError and name the matrices.
 """
 
-from overtone.ops.eig import eig, eig_ex, eigvals, eigvals_ex
-from overtone.ops.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
-from overtone.ops.extremal import ExtremalResult, extremal_eigvals, extremal_eigvals_ex
-from overtone.ops.qr import qr, qr_ex
+from overtone.ops.linalg.eig import eig, eig_ex, eigvals, eigvals_ex
+from overtone.ops.linalg.eigh import eigh, eigh_ex, eigvalsh, eigvalsh_ex
+from overtone.ops.linalg.extremal import ExtremalResult, extremal_eigvals, extremal_eigvals_ex
+from overtone.ops.linalg.qr import qr, qr_ex
 
 __all__ = [
     "ExtremalResult",

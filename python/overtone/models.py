@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from overtone import _validate as validate
 from overtone.nn.attention import SpectralAttention, evaluate_layers
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
 from overtone.nn.mlp import Mlp
 from overtone.nn.norms import SignedLayerNorm
-from overtone.ops import checks
 from overtone.ops.frequency import frequency_norms
 from overtone.spectrum import BasisCache
 from overtone.types import FrequencyNorms, Spectrum
@@ -147,7 +147,7 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if images.dim() != 4 or images.shape[1:] != (self.channels, self.image_size, self.image_size):
             wanted = f"[B, {self.channels}, {self.image_size}, {self.image_size}]"
-            raise ValueError(f"vit: images: got {checks.describe(images)}, wanted {wanted}")
+            raise ValueError(f"vit: images: got {validate.describe(images)}, wanted {wanted}")
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
@@ -182,9 +182,9 @@ class VisionTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.one_of("vit", "norm", norm, ("pre", "post"))
-        checks.one_of("vit", "pool", pool, ("token", "mean"))
-        checks.one_of("vit", "method", method, tuple(METHODS))
+        validate.one_of("vit", "norm", norm, ("pre", "post"))
+        validate.one_of("vit", "pool", pool, ("token", "mean"))
+        validate.one_of("vit", "method", method, tuple(METHODS))
         if strength is not None and METHODS[method] is None:
             raise ValueError(f"vit: strength: got {strength!r}, wanted None: method {method!r} has none")
         regimes = _regimes(regime, depth)

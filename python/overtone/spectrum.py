@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from overtone.ops import checks
+from overtone import _validate as validate
 from overtone.ops.basis import BasisCache, inverse_basis, orthonormal_basis
 from overtone.reference.spectrum import SIGNS
 from overtone.types import Spectrum
@@ -56,8 +56,8 @@ class SpectrumModule(nn.Module):
         if not isinstance(dim, int) or dim < 1:
             raise ValueError(f"{name}: dim: got {dim!r}, wanted an integer of at least 1")
         self.dim = dim
-        self.regime = checks.one_of(name, "regime", regime, tuple(SIGNS))
-        self.bounded = checks.flag(name, "bounded", bounded)
+        self.regime = validate.one_of(name, "regime", regime, tuple(SIGNS))
+        self.bounded = validate.flag(name, "bounded", bounded)
         self.basis = nn.Parameter(torch.empty(dim, dim, device=device, dtype=dtype))
         self.raw_eigenvalues = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self._cache = BasisCache()
@@ -99,7 +99,7 @@ class SpectrumModule(nn.Module):
 
     def group(self) -> tuple[Hashable, ...]:
         """What modules whose bases are factorised together have in common."""
-        return type(self).bases, self.dim, checks.statistics_dtype(self.basis.dtype), self.basis.device
+        return type(self).bases, self.dim, validate.statistics_dtype(self.basis.dtype), self.basis.device
 
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ KINDS: dict[str, type[SpectrumModule]] = {"symmetric": SymmetricSpectrum, "gener
 
 def make_spectrum(kind: str, dim: int, regime: str, **options) -> SpectrumModule:
     """A spectrum by the name of its kind, "symmetric" or "general"."""
-    return KINDS[checks.one_of("make_spectrum", "kind", kind, tuple(KINDS))](dim, regime, **options)
+    return KINDS[validate.one_of("make_spectrum", "kind", kind, tuple(KINDS))](dim, regime, **options)
 
 
 def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spectrum]:
@@ -242,7 +242,7 @@ def fold(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold: model: got {type(model).__name__}, wanted an nn.Module")
-    checks.flag("fold", "inplace", inplace)
+    validate.flag("fold", "inplace", inplace)
     model = model if inplace else copy.deepcopy(model)
     with torch.no_grad():
         return _fold_all(model, "", {})
@@ -307,4 +307,4 @@ def _guarantee(name: str, spectrum: SpectrumModule) -> Guarantee:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(checks.statistics_dtype(x.dtype))
+    return x.to(validate.statistics_dtype(x.dtype))

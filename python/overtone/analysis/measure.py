@@ -11,12 +11,12 @@ from torch import Tensor
 from overtone import linalg
 from overtone.analysis.observe import Site
 from overtone.analysis.readers import Weights
-from overtone.analysis.spectral_dominance import eigenvalues
 from overtone.analysis.update import Update, applied_dominance, update_of
+from overtone.ops.dominance import eigenvalues
 from overtone.ops.frequency import frequency_norms
 from overtone.ops.metrics import cosine_similarity, effective_rank, stable_rank
 from overtone.reference import metrics
-from overtone.reference.analysis import Dominance, head_weights
+from overtone.reference.dominance import Dominance, head_weights
 from overtone.reference.enclosures import Eigenvalues
 
 # Names of the metrics of tokens, as tables and figures show them.

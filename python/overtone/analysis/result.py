@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overtone.analysis.measure import METRICS, Layer
 from overtone.analysis.words import measured, predicted
-from overtone.reference.analysis import Dominance, Verdict
+from overtone.reference.dominance import Dominance, Verdict
 from overtone.report.table import Cell, Mean, Table
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from overtone.analysis.observe import Site
 from overtone.analysis.readers import own_attention
-from overtone.analysis.spectral_dominance import dominance, eigenvalues
-from overtone.reference.analysis import Dominance, Eigenvalues, Verdict
+from overtone.ops.dominance import dominance, eigenvalues
+from overtone.reference.dominance import Dominance, Eigenvalues, Verdict
 
 EPS = torch.finfo(torch.float64).eps
 

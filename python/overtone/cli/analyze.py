@@ -69,7 +69,7 @@ _positive.__name__ = "int"  # argparse names it in the error for a text that is 
 def run(arguments: argparse.Namespace) -> int:
     """0: done; 2: the model, its inputs, the device or a package cannot be had, or the report not be written."""
     # Imported here: the other commands need none of this.
-    from overtone.analysis.sources import SourceError
+    from overtone.cli.sources import SourceError
 
     try:
         _analyze(arguments)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _analyze(arguments: argparse.Namespace) -> None:
     import torch
 
-    from overtone.analysis import sources
+    from overtone.cli import sources
 
     device = _device(arguments.device)
     if not arguments.no_report:
@@ -110,7 +110,7 @@ def _analyze(arguments: argparse.Namespace) -> None:
 def _analysis(model: Any, batches: Any, name: str, subject: str) -> Any:
     """`analyze`; what a model of others raises on these inputs is one line, as is what cannot be read."""
     from overtone.analysis import analyze
-    from overtone.analysis.sources import SourceError, first_line
+    from overtone.cli.sources import SourceError, first_line
 
     try:
         return analyze(model, batches, name=name, progress=True, subject=subject)
@@ -127,7 +127,7 @@ def _device(text: str) -> Any:
     """A device that is here."""
     import torch
 
-    from overtone.analysis.sources import SourceError, first_line
+    from overtone.cli.sources import SourceError, first_line
 
     try:
         device = torch.device(text)
@@ -142,7 +142,7 @@ def _device(text: str) -> Any:
 
 def _require_writable(folder: Path) -> None:
     """Before the work: a file in the folder's place, or one that cannot be written to."""
-    from overtone.analysis.sources import SourceError
+    from overtone.cli.sources import SourceError
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

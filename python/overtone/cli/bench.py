@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from overtone.benchmarks.case import Case
+    from overtone.benchmarks.harness.case import Case
 
 DESCRIPTION = """\
 Compares our ops with eager PyTorch, torch.compile, torch.linalg and the modules of timm and transformers, in one
@@ -82,14 +82,14 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: the other commands need none of this.
     import torch
 
-    from overtone.benchmarks import kit
+    from overtone.benchmarks.harness import runner
 
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.scaling:
         return _scaling(args)
     standard = _standard_names()
-    cases = [case for case in kit.all_cases() if _selected(case, args)]
+    cases = [case for case in runner.all_cases() if _selected(case, args)]
     if args.list:
         print("\n".join(f"{'*' if case.name in standard else ' '} {case.name}" for case in cases))
     elif not args.all:
@@ -109,13 +109,13 @@ def _narrowed(cases: Sequence[Case], standard: set[str], named: Sequence[str]) -
 
 
 def _standard_names() -> set[str]:
-    from overtone.benchmarks.tables import standard_names
+    from overtone.benchmarks.harness.tables import standard_names
 
     return standard_names()
 
 
 def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
-    from overtone.benchmarks import kit, machine, report, timing
+    from overtone.benchmarks.harness import machine, report, runner, timing
 
     foreign = machine.foreign_cpus()
     if machine.is_disturbed(foreign):
@@ -123,7 +123,7 @@ def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
         if args.require_idle:
             return _fail(f"{message}; --require-idle wants less than {machine.FOREIGN_LIMIT}", code=1)
         _say(f"WARNING: {message}; the figures are not to be quoted")
-    result = kit.run_cases(
+    result = runner.run_cases(
         cases,
         _plan(args, timing.QUICK if args.quick else timing.Plan()),
         compiled=not (args.no_compile or args.quick),
@@ -143,24 +143,24 @@ def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
 
 def _against(args: argparse.Namespace, names: Sequence[str]) -> int:
     """Whether this checkout is slower than another one."""
-    from overtone.benchmarks import against, builds
+    from overtone.benchmarks.harness import checkout, compare
 
-    options = {"rounds": args.rounds or against.ROUNDS}
+    options = {"rounds": args.rounds or compare.ROUNDS}
     if args.quick:
-        options = {"rounds": against.FEWEST_ROUNDS, "seconds": 0.0}
+        options = {"rounds": compare.FEWEST_ROUNDS, "seconds": 0.0}
     try:
-        with builds.other_build(args.against) as site:
-            results = against.compare_all(
+        with checkout.other_build(args.against) as site:
+            results = compare.compare_all(
                 names,
-                lambda: (against.Process(site, args.threads), against.Process(None, args.threads)),
+                lambda: (compare.Process(site, args.threads), compare.Process(None, args.threads)),
                 lambda comparison: print(comparison.row(), flush=True),
                 **options,
             )
-    except (builds.BuildError, against.SideDied) as error:
+    except (checkout.BuildError, compare.SideDied) as error:
         return _fail(str(error), code=2)
     wrong = [result for result in results if result.verdict in ("SLOWER", "FAILED")]
     print(f"{len(results) - len(wrong)} of {len(results)} cases are right and not slower than {args.against}", end="")
-    print(f", by more than {against.TOLERANCE:.0%} and noise:" if wrong else ".")
+    print(f", by more than {compare.TOLERANCE:.0%} and noise:" if wrong else ".")
     print("\n".join(result.row() for result in wrong), end="\n" if wrong else "")
     _write_json(args.json, {"against": args.against, "results": [dataclasses.asdict(result) for result in results]})
     if args.require_idle and not all(result.trusted for result in results):
@@ -172,7 +172,7 @@ def _scaling(args: argparse.Namespace) -> int:
     """How cost grows, as a table and a page."""
     if importlib.util.find_spec("matplotlib") is None:  # said before the minutes that measuring takes
         return _fail("figures need matplotlib: pip install 'overtone[report]'", code=2)
-    from overtone.benchmarks import machine, scaling, scaling_page
+    from overtone.benchmarks.harness import machine, scaling, scaling_page
 
     plan = dataclasses.replace(scaling.PLAN, rounds=1, slice_seconds=0.0) if args.quick else scaling.PLAN
     chosen = [sweep for sweep in scaling.sweeps() if args.op is None or sweep.op.split()[0] in args.op]
@@ -193,14 +193,14 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _write_readme(files: Sequence[Path]) -> int:
-    from overtone.benchmarks import builds, readme
+    from overtone.benchmarks.harness import checkout, publish
 
     try:
-        written = readme.write(files, builds.ROOT)
+        written = publish.write(files, checkout.ROOT)
     except (OSError, ValueError, ImportError) as error:
         return _fail(str(error), code=2)
     for path in written:
-        _say(f"written: {path.relative_to(builds.ROOT)}")
+        _say(f"written: {path.relative_to(checkout.ROOT)}")
     return 0
 
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     obstacle = _obstacle()
     if obstacle:
         return _fail(obstacle)
-    from overtone.triton_kernels import compile as aot
+    from overtone.tools import triton_aot as aot
 
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in aot.DTYPES}
     architectures = args.arch or list(aot.ARCHITECTURES)
@@ -141,8 +141,8 @@ def _print_model() -> None:
     """Per shape and GPU: what crosses HBM, and the time that bandwidth and peak allow, ours and eager's."""
     import torch
 
-    from overtone.triton_kernels import attention_model as model
-    from overtone.triton_kernels.attention_configs import padded_width
+    from overtone.tools import attention_cost as model
+    from overtone.triton_kernels.attention.config import padded_width
 
     header = (
         "shape", "GPU", "mode", "launches", "MB", "eager MB", "ratio", "half norms", "µs", "eager µs", "times faster",

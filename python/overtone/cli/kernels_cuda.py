@@ -11,12 +11,12 @@ def run(args: argparse.Namespace) -> int:
     if args.model:
         print_model()
         return 0
-    from overtone.cuda_kernels import compile as aot
+    from overtone.tools import cuda_aot as aot
 
     obstacle = aot.obstacle()
     if obstacle:
         return kernels._fail(f"the CUDA kernels cannot be compiled: {obstacle}")
-    from overtone.triton_kernels import compile as limits
+    from overtone.tools import triton_aot as limits
 
     architectures = args.arch or list(aot.ARCHITECTURES)
     unknown = [name for name in architectures if name not in aot.ARCHITECTURES]
@@ -41,17 +41,17 @@ def run(args: argparse.Namespace) -> int:
 
 def print_model() -> None:
     """Per batch and GPU: what a matrix costs, the predicted time, and that of a loop over the batch."""
-    from overtone.cuda_kernels import model
+    from overtone.tools import cuda_cost
 
     header = (
         "op", "batch", "kernel", "GPU", "barriers", "shared", "MFLOP", "resident", "waves", "ms", "loop ms",
         "times faster",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
-    for op, count, n in model.BATCHES:
-        for name, gpu in model.GPUS.items():
-            found = model.predict(op, count, n, gpu)
-            work, loop = found.work, count * model.LOOP_MILLISECONDS
+    for op, count, n in cuda_cost.BATCHES:
+        for name, gpu in cuda_cost.GPUS.items():
+            found = cuda_cost.predict(op, count, n, gpu)
+            work, loop = found.work, count * cuda_cost.LOOP_MILLISECONDS
             rows.append((
                 op, f"{count}×{n}", found.launch.name, name, f"{work.barriers:.0f}", f"{work.shared:.2e}",
                 f"{work.flops / 1e6:.2f}", str(found.resident), str(found.waves), f"{found.milliseconds:.2f}",
@@ -60,6 +60,6 @@ def print_model() -> None:
     kernels.print_table(header, rows)
     print(
         "float32; per matrix: barriers, loads and stores of shared memory, FLOPs. A model, not a measurement: "
-        f"{model.ASSUMPTIONS}. loop: a cuSOLVER call per matrix, of which {model.LOOP_MILLISECONDS} ms is the floor "
-        "(for eigh to n = 32 torch has a batched one, which this is not)."
+        f"{cuda_cost.ASSUMPTIONS}. loop: a cuSOLVER call per matrix, of which {cuda_cost.LOOP_MILLISECONDS} ms is the "
+        "floor (for eigh to n = 32 torch has a batched one, which this is not)."
     )

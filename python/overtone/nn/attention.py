@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overtone import _validate as validate
 from overtone import reference
 from overtone.nn.linear import has_global_hooks, is_fusible, is_plain
-from overtone.ops import checks
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.ops.linear import linear
@@ -69,11 +69,11 @@ class SpectralAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dim = checks.count("SpectralAttention", "dim", dim)
-        num_heads = checks.count("SpectralAttention", "num_heads", num_heads)
+        dim = validate.count("SpectralAttention", "dim", dim)
+        num_heads = validate.count("SpectralAttention", "num_heads", num_heads)
         if dim % num_heads:
             raise ValueError(f"SpectralAttention: num_heads: got {num_heads}, wanted a divisor of dim = {dim}")
-        self.regime = checks.one_of("SpectralAttention", "regime", regime, REGIMES)
+        self.regime = validate.one_of("SpectralAttention", "regime", regime, REGIMES)
         self.dim, self.num_heads, self.kind = dim, num_heads, kind
         self.centred, self.neutreno = centred, float(neutreno)
         self.attn_drop, self.scale = float(attn_drop), scale
@@ -192,7 +192,7 @@ class SpectralAttention(nn.Module):
         if self.regime != "free":
             spectrum = self.spectrum() if spectrum is None else spectrum
             return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(checks.statistics_dtype(dtype))
+        ones = self._ones.to(validate.statistics_dtype(dtype))
         if calls_proj:
             return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
         return ones, self.proj.weight.mT.to(dtype)

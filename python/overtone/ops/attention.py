@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from overtone import _transforms as transforms
+from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import device_backend, select
-from overtone.ops import checks, library
+from overtone.ops import registry
 from overtone.types import FrequencyNorms
 
 __all__ = ["spectral_attention"]
@@ -96,20 +97,20 @@ def _attend(
 ):  # fmt: skip
     """What both functions do, on query, key and value; qkv is what these are views of, or None."""
     query, key, value, basis, residual = (_autocast(x) for x in (*heads_in, basis, residual))
-    query = checks.heads(_NAME, "query", query)
+    query = validate.heads(_NAME, "query", query)
     batch, heads, length, width = query.shape
-    key = checks.matching(_NAME, "key", key, (batch, heads, "M", width), query)
-    value = checks.matching(_NAME, "value", value, tuple(key.shape), query)
-    eigenvalues = checks.matching(_NAME, "eigenvalues", eigenvalues, (heads * width,), query, wide=True)
-    basis = checks.matching(_NAME, "basis", basis, (heads * width, "E"), query)
+    key = validate.matching(_NAME, "key", key, (batch, heads, "M", width), query)
+    value = validate.matching(_NAME, "value", value, tuple(key.shape), query)
+    eigenvalues = validate.matching(_NAME, "eigenvalues", eigenvalues, (heads * width,), query, wide=True)
+    basis = validate.matching(_NAME, "basis", basis, (heads * width, "E"), query)
     if residual is not None:
-        residual = checks.matching(_NAME, "residual", residual, (batch, length, basis.shape[1]), query)
-    attn_mask = checks.attention_mask(_NAME, attn_mask, query, key)
-    is_causal = checks.flag(_NAME, "is_causal", is_causal)
-    scale = checks.optional_number(_NAME, "scale", scale)
+        residual = validate.matching(_NAME, "residual", residual, (batch, length, basis.shape[1]), query)
+    attn_mask = validate.attention_mask(_NAME, attn_mask, query, key)
+    is_causal = validate.flag(_NAME, "is_causal", is_causal)
+    scale = validate.optional_number(_NAME, "scale", scale)
     if head_gain is not None:
-        head_gain = checks.matching(_NAME, "head_gain", head_gain, (heads,), query, wide=True)
-    return_norms = checks.flag(_NAME, "return_norms", return_norms)
+        head_gain = validate.matching(_NAME, "head_gain", head_gain, (heads,), query, wide=True)
+    return_norms = validate.flag(_NAME, "return_norms", return_norms)
     if select(_NAME, backend, query) == "reference":
         with _float32_products(query):
             return reference.spectral_attention(
@@ -118,7 +119,7 @@ def _attend(
             )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call = _Call(query, key, value, basis, _kernel_mask(attn_mask, query, key, is_causal), is_causal, scale, qkv)
-    eigenvalues = eigenvalues.to(checks.statistics_dtype(query.dtype)).contiguous()
+    eigenvalues = eigenvalues.to(validate.statistics_dtype(query.dtype)).contiguous()
     with transforms.without_autocast(query):
         if head_gain is None:
             y, norms = call.attend(eigenvalues, residual, return_norms)
@@ -196,7 +197,7 @@ def _kernel_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor, is_causal
     if attn_mask is None:
         return None
     if attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(checks.statistics_dtype(query.dtype))
+        attn_mask = attn_mask.to(validate.statistics_dtype(query.dtype))
         if _runs_on_triton(query):
             attn_mask = _lowered_bias(attn_mask, is_causal, query.shape[2])
     return attn_mask.expand(*query.shape[:3], key.shape[2])
@@ -242,7 +243,7 @@ def _fake(
     query, key, value, eigenvalues, basis, residual, attn_mask, is_causal, scale, need_norms, need_wide, need_backward
 ):
     batch, heads, length, width = query.shape
-    dtype = checks.statistics_dtype(query.dtype)
+    dtype = validate.statistics_dtype(query.dtype)
 
     def empty(wanted: bool, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return query.new_empty(shape if wanted else (0,), dtype=dtype)
@@ -302,41 +303,41 @@ def _fake_packed_backward(grad_y, grad_low, grad_high, y, low, high, qkv, *rest)
 
 # need_backward: whoever wants a gradient must ask for what backward needs. What is not wanted comes back empty, and so
 # does wide_y (y before rounding) where y has the statistics' dtype.
-library.define(
+registry.define(
     "spectral_attention(Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor? residual,"
     " Tensor? attn_mask, bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
     " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
     fake=_fake,
-    triton="attention.forward",
+    triton="attention.launch.forward",
 )
 # `needs` has a bit for each of _NEEDS; what is not needed comes back empty. grad_y has the statistics' dtype, and y is
 # that before rounding; on Triton grad_y may have any dtype and y is rounded. With the norms' gradients (both or none)
 # total_grad is all of ∂L/∂y.
-library.define(
+registry.define(
     "spectral_attention_backward(Tensor? grad_y, Tensor? grad_low, Tensor? grad_high, Tensor y, Tensor low,"
     " Tensor high, Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor? attn_mask,"
     " bool is_causal, float scale, Tensor heads, Tensor softmax_rows, int needs)"
     " -> (Tensor query, Tensor key, Tensor value, Tensor eigenvalues, Tensor basis, Tensor logits, Tensor total_grad)",
     fake=_fake_backward,
-    triton="attention.backward",
+    triton="attention.launch.backward",
 )
 
 # The same with one tensor qkv [B, N, 3, H, D] in place of query, key and value, and one gradient of it. `needs` is as
 # above, its first three bits equal.
-library.define(
+registry.define(
     "spectral_attention_packed(Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor? residual, Tensor? attn_mask,"
     " bool is_causal, float scale, bool need_norms, bool need_wide, bool need_backward)"
     " -> (Tensor y, Tensor low, Tensor high, Tensor wide_y, Tensor heads, Tensor softmax_rows)",
     fake=lambda qkv, *rest: _fake(*heads_of(qkv), *rest),
 )
-library.LIBRARY.impl("spectral_attention_packed", _packed_forward, "CompositeExplicitAutograd")
-library.define(
+registry.LIBRARY.impl("spectral_attention_packed", _packed_forward, "CompositeExplicitAutograd")
+registry.define(
     "spectral_attention_packed_backward(Tensor? grad_y, Tensor? grad_low, Tensor? grad_high, Tensor y, Tensor low,"
     " Tensor high, Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor? attn_mask, bool is_causal, float scale,"
     " Tensor heads, Tensor softmax_rows, int needs)"
     " -> (Tensor qkv, Tensor eigenvalues, Tensor basis, Tensor logits, Tensor total_grad)",
     fake=_fake_packed_backward,
-    triton="attention.packed_backward",
+    triton="attention.launch.packed_backward",
 )
 
 
@@ -404,7 +405,7 @@ def _differentiable_backward(ctx, grad_y, grad_low, grad_high) -> tuple[Tensor |
         return tuple(x for x, g in zip((y, *norms), (grad_y, grad_low, grad_high), strict=True) if g is not None)
 
     grads = tuple(g for g in (grad_y, grad_low, grad_high) if g is not None)
-    results = dict(zip(named, library.differentiable_gradient(outputs, tuple(named.values()), grads), strict=True))
+    results = dict(zip(named, registry.differentiable_gradient(outputs, tuple(named.values()), grads), strict=True))
     if ctx.residual_dtype is not None and residual is None:
         results["residual"] = grad_y.to(ctx.residual_dtype)
     names = (*given_names, "eigenvalues", "basis", "residual", "attn_mask")
@@ -426,7 +427,7 @@ def _by_reference(
     return y.to(query.dtype), *norms, wide_y, nothing, nothing
 
 
-library.differentiable(
+registry.differentiable(
     "spectral_attention",
     setup=_save,
     backward=_backward,
@@ -435,7 +436,7 @@ library.differentiable(
     merges=True,
     contiguous=(3,),
 )
-library.differentiable(
+registry.differentiable(
     "spectral_attention_packed",
     setup=_save,
     backward=_backward,

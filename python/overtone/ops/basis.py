@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from overtone import _transforms as transforms
+from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
-from overtone.ops import checks, library
-from overtone.ops.spectrum import invert
+from overtone.ops import registry
+from overtone.ops.linalg.inverse import invert
 
 __all__ = ["BasisCache", "inverse_basis", "orthonormal_basis"]
 
@@ -91,13 +92,13 @@ def _key(kind: str, matrix: Tensor, options: tuple) -> tuple:
 
 def orthonormal_basis(theta: Tensor, cache: BasisCache) -> Tensor:
     """The orthonormal factor Q of theta [..., n, n] = QR with diag(R) > 0."""
-    checks.matrices("orthonormal_basis", "theta", theta, square=True)
+    validate.matrices("orthonormal_basis", "theta", theta, square=True)
     return torch.ops.overtone.orthonormal_basis(theta, cache.name)[0]
 
 
 def inverse_basis(v: Tensor, max_condition: float, cache: BasisCache) -> Tensor:
     """The inverse of v [..., n, n]; raises where ‖v‖₁ ‖v⁻¹‖₁, its condition number, exceeds max_condition."""
-    checks.matrices("inverse_basis", "v", v, square=True)
+    validate.matrices("inverse_basis", "v", v, square=True)
     return torch.ops.overtone.inverse_basis(v, max_condition, cache.name)
 
 
@@ -158,9 +159,9 @@ def _fake_inverse(v, max_condition, cache):
 # Not "define": there is one implementation, in Python, for every device.
 def _define(schema: str, implementation, fake) -> None:
     name = schema.partition("(")[0]
-    library.LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"overtone::{name}", fake, lib=library.LIBRARY)
+    registry.LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    registry.LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"overtone::{name}", fake, lib=registry.LIBRARY)
 
 
 _define("orthonormal_basis(Tensor theta, str cache) -> (Tensor q, Tensor r)", _orthonormal, _fake_orthonormal)
@@ -180,7 +181,7 @@ def _orthonormal_backward(ctx, grad_q, _grad_r):
     if grad_q is None:
         return None, None
     if transforms.open_for(grad_q):
-        return (*library.differentiable_gradient(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
+        return (*registry.differentiable_gradient(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
     if select("qr", None, theta) != "reference":
         return torch.ops.overtone.qr_backward(grad_q, None, q, r), None
     with torch.autocast(theta.device.type, enabled=False):
@@ -197,18 +198,18 @@ def _inverse_backward(ctx, grad):
     v, inverse = ctx.saved_tensors
     with torch.autocast(v.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return (*library.differentiable_gradient(reference.linalg.inverse, (v,), (grad,)), None, None)
+            return (*registry.differentiable_gradient(reference.linalg.inverse, (v,), (grad,)), None, None)
         return -inverse.mT @ grad @ inverse.mT, None, None
 
 
-library.differentiable(
+registry.differentiable(
     "orthonormal_basis",
     setup=_save_orthonormal,
     backward=_orthonormal_backward,
     reference=lambda theta, _: tuple(reference.linalg.qr(theta)),
     batched=(0,),
 )
-library.differentiable(
+registry.differentiable(
     "inverse_basis",
     setup=_save_inverse,
     backward=_inverse_backward,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from overtone import _transforms as transforms
+from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
-from overtone.ops import checks, library
+from overtone.ops import registry
 from overtone.types import FrequencyNorms
 
 __all__ = ["de_escalate", "frequency_filter", "frequency_norms"]
@@ -36,8 +37,8 @@ def frequency_norms(x: Tensor, *, mask: Tensor | None = None, backend: str | Non
     Returns:
         FrequencyNorms(low, high), each [...], float32 (float64 for float64 tokens), differentiable.
     """
-    x = checks.tokens("frequency_norms", "x", x)
-    mask = checks.token_mask("frequency_norms", mask, x)
+    x = validate.tokens("frequency_norms", "x", x)
+    mask = validate.token_mask("frequency_norms", mask, x)
     if select("frequency_norms", backend, x) == "reference":
         return reference.frequency_norms(x, mask=mask)
     return FrequencyNorms(*torch.ops.overtone.frequency_norms(x, mask))
@@ -64,11 +65,11 @@ def frequency_filter(
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
-    x = checks.tokens("frequency_filter", "x", x)
-    mask = checks.token_mask("frequency_filter", mask, x)
-    low = checks.channel_gain("frequency_filter", "low", low, x)
-    high = checks.channel_gain("frequency_filter", "high", high, x)
-    is_causal = checks.flag("frequency_filter", "is_causal", is_causal)
+    x = validate.tokens("frequency_filter", "x", x)
+    mask = validate.token_mask("frequency_filter", mask, x)
+    low = validate.channel_gain("frequency_filter", "low", low, x)
+    high = validate.channel_gain("frequency_filter", "high", high, x)
+    is_causal = validate.flag("frequency_filter", "is_causal", is_causal)
     if select("frequency_filter", backend, x) == "reference":
         return reference.frequency_filter(x, low, high, mask=mask, is_causal=is_causal)
     return torch.ops.overtone.frequency_filter(x, low, high, mask, is_causal)
@@ -83,14 +84,14 @@ def de_escalate(
     backend: str | None = None,
 ) -> Tensor:
     """(I − τΠ)x: takes the share τ of the token mean off (Yu and Zhang); the filter with gains 1 − τ and 1."""
-    x = checks.tokens("de_escalate", "x", x)
+    x = validate.tokens("de_escalate", "x", x)
     if not isinstance(tau, Real):
-        tau = checks.channel_gain("de_escalate", "tau", tau, x)
+        tau = validate.channel_gain("de_escalate", "tau", tau, x)
     return frequency_filter(x, 1 - tau, 1.0, mask=mask, is_causal=is_causal, backend=backend)
 
 
 def _fake_norms(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = checks.statistics_dtype(x.dtype)
+    dtype = validate.statistics_dtype(x.dtype)
     return x.new_empty(x.shape[:-2], dtype=dtype), x.new_empty(x.shape[:-2], dtype=dtype)
 
 
@@ -103,34 +104,34 @@ def _fake_filter(x, low, high, mask, is_causal) -> Tensor:
 
 
 def _fake_filter_backward(grad_y, x, low, high, mask, is_causal, need_x) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = checks.statistics_dtype(grad_y.dtype)
+    dtype = validate.statistics_dtype(grad_y.dtype)
     gains = low.shape if x is not None else (0,)
     grad_x = grad_y.new_empty(grad_y.shape if need_x else (0,))
     return grad_x, grad_y.new_empty(gains, dtype=dtype), grad_y.new_empty(gains, dtype=dtype)
 
 
-library.define(
+registry.define(
     "frequency_norms(Tensor x, Tensor? mask) -> (Tensor low, Tensor high)",
     fake=_fake_norms,
-    triton="frequency.norms",
+    triton="frequency.launch.norms",
 )
-library.define(
+registry.define(
     "frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high, Tensor? mask)"
     " -> Tensor grad_x",
     fake=_fake_norms_backward,
-    triton="frequency.norms_backward",
+    triton="frequency.launch.norms_backward",
 )
-library.define(
+registry.define(
     "frequency_filter(Tensor x, Tensor low, Tensor high, Tensor? mask, bool is_causal) -> Tensor y",
     fake=_fake_filter,
-    triton="frequency.filter",
+    triton="frequency.launch.filter",
 )
 # Without x the gains' gradients are not wanted, without need_x the tokens' is not: what is not wanted comes back empty.
-library.define(
+registry.define(
     "frequency_filter_backward(Tensor grad_y, Tensor? x, Tensor low, Tensor high, Tensor? mask, bool is_causal,"
     " bool need_x) -> (Tensor grad_x, Tensor grad_low, Tensor grad_high)",
     fake=_fake_filter_backward,
-    triton="frequency.filter_backward",
+    triton="frequency.launch.filter_backward",
 )
 
 
@@ -142,7 +143,7 @@ def _save_norms(ctx, inputs, output) -> None:
 def _norms_backward(ctx, grad_low: Tensor, grad_high: Tensor):
     x, mask, low, high = ctx.saved_tensors
     if transforms.open_for(grad_low, grad_high):
-        return library.differentiable_gradient(
+        return registry.differentiable_gradient(
             lambda x: reference.frequency_norms(x, mask=mask), (x,), (grad_low, grad_high)
         ) + (None,)
     grads = grad_low.contiguous(), grad_high.contiguous()
@@ -172,7 +173,7 @@ def _differentiable_filter_backward(ctx, grad_y: Tensor):
     x, low, high, mask = ctx.saved_tensors
     # Where no gain needs a gradient x was not saved; the filter being linear, any x gives the same gradient.
     x = torch.zeros_like(grad_y) if x is None else x
-    grads = library.differentiable_gradient(
+    grads = registry.differentiable_gradient(
         lambda x, low, high: reference.frequency_filter(x, low, high, mask=mask, is_causal=ctx.is_causal),
         (x, low, high),
         (grad_y,),
@@ -180,14 +181,14 @@ def _differentiable_filter_backward(ctx, grad_y: Tensor):
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None, None
 
 
-library.differentiable(
+registry.differentiable(
     "frequency_norms",
     setup=_save_norms,
     backward=_norms_backward,
     reference=lambda x, mask: tuple(reference.frequency_norms(x, mask=mask)),
     batched=(0, 1),
 )
-library.differentiable(
+registry.differentiable(
     "frequency_filter",
     setup=_save_filter,
     backward=_filter_backward,

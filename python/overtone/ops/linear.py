@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from overtone import _transforms as transforms
+from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import KERNELS, forced_backend, select
-from overtone.ops import checks, library
+from overtone.ops import registry
 
 __all__ = ["linear", "mlp"]
 
@@ -34,10 +35,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     """
     if not _has_kernels("linear", x, backend):
         return reference.linear(x, weight, bias)
-    x = checks.tokens("linear", "x", x)
-    weight = checks.matching("linear", "weight", weight, ("E", x.shape[-1]), x)
+    x = validate.tokens("linear", "x", x)
+    weight = validate.matching("linear", "weight", weight, ("E", x.shape[-1]), x)
     if bias is not None:
-        bias = checks.matching("linear", "bias", bias, (weight.shape[0],), x).contiguous()
+        bias = validate.matching("linear", "bias", bias, (weight.shape[0],), x).contiguous()
     if 0 in weight.shape or select("linear", backend, x) == "reference":
         return reference.linear(x, weight, bias)
     y = torch.ops.overtone.linear(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -60,11 +61,11 @@ def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, backend: s
     """
     if not _has_kernels("mlp", x, backend):
         return reference.mlp(x, w1, b1, w2, b2)
-    x = checks.tokens("mlp", "x", x)
-    w1 = checks.matching("mlp", "w1", w1, ("H", x.shape[-1]), x)
-    b1 = checks.matching("mlp", "b1", b1, (w1.shape[0],), x).contiguous()
-    w2 = checks.matching("mlp", "w2", w2, ("E", w1.shape[0]), x)
-    b2 = checks.matching("mlp", "b2", b2, (w2.shape[0],), x).contiguous()
+    x = validate.tokens("mlp", "x", x)
+    w1 = validate.matching("mlp", "w1", w1, ("H", x.shape[-1]), x)
+    b1 = validate.matching("mlp", "b1", b1, (w1.shape[0],), x).contiguous()
+    w2 = validate.matching("mlp", "w2", w2, ("E", w1.shape[0]), x)
+    b2 = validate.matching("mlp", "b2", b2, (w2.shape[0],), x).contiguous()
     if 0 in (*w1.shape, w2.shape[0]) or select("mlp", backend, x) == "reference":
         return reference.mlp(x, w1, b1, w2, b2)
     need_backward = transforms.needs_gradient(x, w1, b1, w2, b2)
@@ -106,19 +107,19 @@ def _fake_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights):
     return x.new_empty(x.shape if need_x else (0,)), *(x.new_empty(s if need_weights else (0,)) for s in shapes)
 
 
-library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", fake=_fake_linear)
+registry.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", fake=_fake_linear)
 # What is not needed comes back empty; the bias' gradient comes with the weight's.
-library.define(
+registry.define(
     "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x, bool need_weight)"
     " -> (Tensor x, Tensor weight, Tensor bias)",
     fake=_fake_linear_backward,
 )
 # need_backward: whoever wants a gradient must ask for h, which is otherwise empty.
-library.define(
+registry.define(
     "mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, bool need_backward) -> (Tensor y, Tensor pre)",
     fake=_fake_mlp,
 )
-library.define(
+registry.define(
     "mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2, Tensor pre, bool need_x, bool need_weights)"
     " -> (Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2)",
     fake=_fake_mlp_backward,
@@ -136,7 +137,7 @@ def _linear_backward(ctx, grad_y):
         return None, None, None
     if transforms.open_for(grad_y):
         given = (x, weight) if bias is None else (x, weight, bias)
-        grads = library.differentiable_gradient(reference.linear, given, (grad_y,))
+        grads = registry.differentiable_gradient(reference.linear, given, (grad_y,))
         return *grads, *(None,) * (3 - len(grads))
     need_x, *need_weight = ctx.needs_input_grad
     grads = torch.ops.overtone.linear_backward(grad_y, x, weight, need_x, any(need_weight))
@@ -154,7 +155,7 @@ def _mlp_backward(ctx, grad_y, _grad_pre):
     if grad_y is None:
         return (None,) * 6
     if transforms.open_for(grad_y):
-        return *library.differentiable_gradient(reference.mlp, tuple(given), (grad_y,)), None
+        return *registry.differentiable_gradient(reference.mlp, tuple(given), (grad_y,)), None
     x, w1, _, w2, _ = given
     need_x, *need_weights = ctx.needs_input_grad[:5]
     grads = torch.ops.overtone.mlp_backward(grad_y, x, w1, w2, pre, need_x, any(need_weights))
@@ -165,7 +166,7 @@ def _wanted(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor 
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
-library.differentiable(
+registry.differentiable(
     "linear",
     setup=_save_linear,
     backward=_linear_backward,
@@ -174,7 +175,7 @@ library.differentiable(
     merges=True,
     contiguous=(2,),
 )
-library.differentiable(
+registry.differentiable(
     "mlp",
     setup=_save_mlp,
     backward=_mlp_backward,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from overtone import _validate as validate
 from overtone import reference
-from overtone.ops import checks
 from overtone.ops.frequency import frequency_norms
 from overtone.reference import metrics
 
@@ -41,7 +41,7 @@ def escalation_rate(x: Tensor, y: Tensor, *, mask: Tensor | None = None, backend
     Equal tokens in y give inf; equal tokens in both give nan, the rate is not defined. x and y may differ in C only.
     """
     x, x_mask = _checked("escalation_rate", x, mask)
-    y = checks.matching("escalation_rate", "y", y, (*x.shape[:-1], "C"), x)
+    y = validate.matching("escalation_rate", "y", y, (*x.shape[:-1], "C"), x)
     before = metrics.diversity_of_norms(frequency_norms(x, mask=x_mask, backend=backend))
     return before / metrics.diversity_of_norms(frequency_norms(y, mask=x_mask, backend=backend))
 
@@ -78,5 +78,5 @@ def stable_rank(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
 
 def _checked(function: str, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    x = checks.tokens(function, "x", x)
-    return x, checks.token_mask(function, mask, x)
+    x = validate.tokens(function, "x", x)
+    return x, validate.token_mask(function, mask, x)

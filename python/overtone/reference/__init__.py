@@ -1,6 +1,6 @@
 """The specification: every function of overtone in plain PyTorch, readable as the papers' formulas."""
 
-from overtone.reference import analysis, linalg, spectrum
+from overtone.reference import dominance, linalg, spectrum
 from overtone.reference.attention import attention_weights, spectral_attention
 from overtone.reference.frequency import de_escalate, frequency_components, frequency_filter, frequency_norms
 from overtone.reference.linear import linear, mlp
@@ -14,11 +14,13 @@ from overtone.reference.metrics import (
     token_similarity,
 )
 
+analysis = dominance  # where ot.analysis.dominance is mirrored
+
 __all__ = [
-    "analysis",
     "attention_weights",
     "cosine_similarity",
     "de_escalate",
+    "dominance",
     "effective_rank",
     "escalation_rate",
     "frequency_components",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overtone.training import keyed
+from overtone.training import rng
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -34,7 +34,7 @@ def corrupted(images: Tensor, kind: str, severity: int) -> Tensor:
     place = list(STRENGTHS).index(kind)
 
     def draw(*keys: int | Tensor) -> Tensor:
-        return keyed.uniform(keyed.CORRUPTION, place, severity, *keys)
+        return rng.uniform(rng.CORRUPTION, place, severity, *keys)
 
     pixels = _KINDS[kind](images.double() / 255, strength, draw)
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from overtone.study.at_init import Untrained
 from overtone.study.corruptions import SEVERITIES
 from overtone.study.measure import Measures
 from overtone.study.plan import REGIMES, Plan, Run
-from overtone.study.untrained import Untrained
 
 # Token similarity that is zero but for the rounding of float32.
 ZERO = torch.finfo(torch.float32).eps

@@ -10,10 +10,10 @@ import torch
 
 from overtone import _extension
 from overtone.backends import select
+from overtone.study.at_init import untrained
 from overtone.study.plan import Plan
 from overtone.study.results import Fact, Results
 from overtone.study.runs import run_all
-from overtone.study.untrained import untrained
 from overtone.training import ConfigError, load_data
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overtone.training import keyed
+from overtone.training import rng
 from overtone.training.config import TrainConfig
 
 
@@ -14,7 +14,7 @@ def augmented(images: Tensor, samples: Tensor, epoch: int, config: TrainConfig) 
     """uint8 images [b, c, h, w] of the samples [b], as this epoch sees them."""
 
     def draw(purpose: int) -> Tensor:
-        return keyed.uniform(purpose, config.seed, epoch, samples)
+        return rng.uniform(purpose, config.seed, epoch, samples)
 
     if config.crop is not None and config.crop < 1:
         images = _cropped(images, config.crop, draw)
@@ -26,10 +26,10 @@ def augmented(images: Tensor, samples: Tensor, epoch: int, config: TrainConfig) 
 def _shifted(images: Tensor, most: int, flip: bool, draw) -> Tensor:
     """By up to `most` pixels, black coming in; mirrored with probability 1/2."""
     *_, height, width = images.shape
-    rows = torch.arange(height, device=images.device) + _steps(draw(keyed.SHIFT_ROWS), most)  # [b, h]
-    columns = torch.arange(width, device=images.device) + _steps(draw(keyed.SHIFT_COLUMNS), most)  # [b, w]
+    rows = torch.arange(height, device=images.device) + _steps(draw(rng.SHIFT_ROWS), most)  # [b, h]
+    columns = torch.arange(width, device=images.device) + _steps(draw(rng.SHIFT_COLUMNS), most)  # [b, w]
     if flip:
-        columns = torch.where(draw(keyed.FLIP)[:, None] < 0.5, width - 1 - columns, columns)
+        columns = torch.where(draw(rng.FLIP)[:, None] < 0.5, width - 1 - columns, columns)
     inside = _inside(rows, height)[:, :, None] & _inside(columns, width)[:, None, :]  # [b, h, w]
     sample = torch.arange(len(images), device=images.device)[:, None, None]
     moved = images.permute(0, 2, 3, 1)[
@@ -49,8 +49,8 @@ def _inside(positions: Tensor, size: int) -> Tensor:
 
 def _cropped(images: Tensor, least_area: float, draw) -> Tensor:
     """A square of between `least_area` and all of the image, anywhere in it, scaled back to the image's size."""
-    side = (least_area + (1 - least_area) * draw(keyed.CROP_AREA)).sqrt()  # of an image that reaches from -1 to 1
-    middle = [(1 - side) * (2 * draw(purpose) - 1) for purpose in (keyed.CROP_COLUMN, keyed.CROP_ROW)]
+    side = (least_area + (1 - least_area) * draw(rng.CROP_AREA)).sqrt()  # of an image that reaches from -1 to 1
+    middle = [(1 - side) * (2 * draw(purpose) - 1) for purpose in (rng.CROP_COLUMN, rng.CROP_ROW)]
     none = torch.zeros_like(side)
     transform = torch.stack((side, none, middle[0], none, side, middle[1]), 1).view(-1, 2, 3).float()
     grid = F.affine_grid(transform, list(images.shape), align_corners=False)

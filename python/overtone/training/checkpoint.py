@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from overtone.training.errors import CheckpointError, one_line, reason
-from overtone.training.recipe import WeightAverage
+from overtone.training.optim import WeightAverage
 
 CHECKPOINT = "checkpoint.safetensors"  # what a run needs to go on
 WEIGHTS = "model.safetensors"  # what a trained model needs

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from overtone.training import keyed
+from overtone.training import rng
 from overtone.training.config import TrainConfig
 from overtone.training.errors import ConfigError, DataError
 from overtone.training.identity import File
@@ -106,7 +106,7 @@ def load_data(config: TrainConfig) -> Data:
     if config.data == "digits":
         data = _digits()
     elif config.data == "folder":
-        from overtone.training.folder import load_folder
+        from overtone.training.image_folder import load_folder
 
         data = load_folder(config)
     else:
@@ -115,19 +115,19 @@ def load_data(config: TrainConfig) -> Data:
         data = load_cifar(config.data, config.data_dir)
     if config.fraction == 1:
         return data
-    kept, _ = stratified(data.train.labels, config.fraction, keyed.FRACTION)
+    kept, _ = stratified(data.train.labels, config.fraction, rng.FRACTION)
     return data._replace(train=data.train.subset(kept))
 
 
 def split(images: ImageSet) -> tuple[ImageSet, ImageSet]:
     """Training and test images of data that comes without a split. Every run of every seed gets the same."""
-    test, train = stratified(images.labels, TEST_SHARE, keyed.SPLIT)
+    test, train = stratified(images.labels, TEST_SHARE, rng.SPLIT)
     return images.subset(train), images.subset(test)
 
 
 def stratified(labels: Tensor, share: float, purpose: int) -> tuple[Tensor, Tensor]:
     """The indices of a share of every class (at least one), and the others. A smaller share is part of a larger one."""
-    order = keyed.permutation(len(labels), purpose)
+    order = rng.permutation(len(labels), purpose)
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         members = order[labels[order] == label]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo
 from overtone.training.errors import ConfigError, DataError, machine_errors
-from overtone.training.folder import image_files, read_image
+from overtone.training.image_folder import image_files, read_image
 from overtone.training.model import load_config, load_info, load_model
 
 

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overtone.training import checkpoint, identity, keyed, metrics
+from overtone.training import checkpoint, identity, logging, rng
 from overtone.training.augment import augmented
 from overtone.training.config import TrainConfig
 from overtone.training.data import Data, load_data, resolved
+from overtone.training.distributed import Processes
 from overtone.training.errors import CheckpointError, ConfigError, DataError, DivergedError, machine_errors
 from overtone.training.model import build_model, save_model
-from overtone.training.processes import Processes
-from overtone.training.recipe import WeightAverage, check_precision, learning_rate, optimizer_of
+from overtone.training.optim import WeightAverage, check_precision, learning_rate, optimizer_of
 
 CONFIG = "config.json"
 REPORT_STEPS = 10  # between looks at the means, where several processes must take them together
@@ -35,7 +35,7 @@ class TrainResult(NamedTuple):
     """A finished run: its folder, and a row of metrics per epoch (the columns of metrics.csv)."""
 
     folder: Path
-    history: list[metrics.Row]
+    history: list[logging.Row]
 
     @property
     def test_accuracy(self) -> float:
@@ -185,7 +185,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, config)
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.step = 0
-        self.history: list[metrics.Row] = []
+        self.history: list[logging.Row] = []
         self.sums = Sums(config.depth, self.device)  # of the epoch that is under way
         self.seconds = 0.0  # of the epoch that is under way, in all sessions
         self.images_here, self.seconds_here = 0, 0.0  # of this session
@@ -207,8 +207,8 @@ class Trainer:
         first = self.processes.is_first
         if first:
             self._describe(progress)
-        self.bar = metrics.Progress(self.folder.name, self.step, self.steps, shown=progress and first)
-        self.events = metrics.EventFiles(
+        self.bar = logging.Progress(self.folder.name, self.step, self.steps, shown=progress and first)
+        self.events = logging.EventFiles(
             self.folder / "tensorboard", self.config.tensorboard and first, first_epoch=len(self.history)
         )
         try:
@@ -249,7 +249,7 @@ class Trainer:
     def _batches(self, epoch: int) -> Tensor:
         """This process's samples in what is left of the epoch, [steps, parts, samples]."""
         config, processes = self.config, self.processes
-        order = keyed.permutation(len(self.data.train.labels), keyed.ORDER, config.seed, epoch)
+        order = rng.permutation(len(self.data.train.labels), rng.ORDER, config.seed, epoch)
         order = order[: self.steps_per_epoch * config.batch_size]
         parts = order.view(self.steps_per_epoch, config.accumulate, processes.count, -1)
         return parts[self.step % self.steps_per_epoch :, :, processes.rank]
@@ -259,7 +259,7 @@ class Trainer:
         self.wrapped.train()
         for part, samples in enumerate(batch):
             # Stochastic depth draws from torch's generator; whatever came before, this step draws the same.
-            torch.manual_seed(keyed.seed(keyed.LAYERS, self.config.seed, self.step, part, self.processes.rank))
+            torch.manual_seed(rng.seed(rng.LAYERS, self.config.seed, self.step, part, self.processes.rank))
             with self.processes.gradients(self.wrapped, complete=part == len(batch) - 1):
                 self._add_gradients(epoch, samples, next(images))
         for group in self.optimizer.param_groups:
@@ -329,7 +329,7 @@ class Trainer:
     def _finish_epoch(self, epoch: int, means: Means) -> None:
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             tested = self.evaluate()
-        row: metrics.Row = {
+        row: logging.Row = {
             "epoch": epoch + 1,
             "step": self.step,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -340,13 +340,13 @@ class Trainer:
             "images_per_second": self.steps_per_epoch * self.config.batch_size / self.seconds,
             "seconds": self.seconds,
         }
-        row |= {metrics.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
+        row |= {logging.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
         self.history.append(row)
         self.sums = Sums(self.config.depth, self.device)
         self.seconds = 0.0
         weights = checkpoint.gathered(checkpoint.weights(self.model, self.average), self.processes.is_first)
         if self.processes.is_first:
-            metrics.write_csv(self.folder / "metrics.csv", self.history)
+            logging.write_csv(self.folder / "metrics.csv", self.history)
             self.events.write(row)
             save_model(self.folder, self.config, self.data.info, weights)
         self._save()

@@ -1,0 +1,7 @@
+#if defined(__x86_64__)
+#include "cpu/isa/amx.h"
+
+#include "cpu/attention/amx_kernels.h"
+
+#include "cpu/isa/end.h"
+#endif

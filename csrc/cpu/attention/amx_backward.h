@@ -1,0 +1,350 @@
+// Backward of bfloat16 attention on tiles. Logits are made transposed, a row per key: as they are rounded they are then
+// the left operand of ∂V = Pᵀ ∂heads and ∂K = ∂logitsᵀ Q, and in pairs of rows the right one of ∂Qᵀ = Kᵀ ∂logitsᵀ. What
+// belongs to a query (its maximum, its sum, its dot) lies along the vectors.
+#pragma once
+
+#include "cpu/attention/amx_forward.h"
+#include "cpu/attention/backward.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// Scratch and steps of one thread's (image, head) items: blocks of queries, each meeting the keys strip by strip.
+class TileBackwardWorker {
+ public:
+  explicit TileBackwardWorker(const AttentionBackward& call)
+      : call_(call),
+        shape_(call.shape),
+        width_(padded_to(shape_.width, kTileDepth)),
+        width_ld_(padded_stride<BFloat16>(width_)),
+        output_ld_(padded_to(shape_.width, kTileSize)),
+        keys_(padded_to(shape_.keys, kTileDepth)),
+        keys_ld_(padded_stride<BFloat16>(keys_)),
+        key_block_(tile_block(shape_.keys)),
+        query_block_(tile_block(shape_.queries)),
+        strip_ld_(padded_stride<BFloat16>(query_block_)),
+        sums_ld_(padded_stride<float>(query_block_)),
+        needs_logits_(call.grad_query.data != nullptr || call.grad_key.data != nullptr || call.grad_logits != nullptr),
+        numbers_(2 * Scratch<BFloat16>::padded(keys_ * width_ld_) + Scratch<BFloat16>::padded(output_ld_ * keys_ld_) +
+                 2 * Scratch<BFloat16>::padded(query_block_ * width_) +
+                 2 * Scratch<BFloat16>::padded(query_block_ * output_ld_) +
+                 2 * Scratch<BFloat16>::padded(kTileStrip * strip_ld_) +
+                 Scratch<BFloat16>::padded(query_block_ * key_block_)),
+        sums_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kTileStrip * sums_ld_) +
+              Scratch<float>::padded(output_ld_ * sums_ld_) + Scratch<float>::padded(query_block_ * output_ld_) +
+              4 * Scratch<float>::padded(query_block_)) {
+    numbers_.clear();
+    key_rows_ = numbers_.take(keys_ * width_ld_);
+    value_rows_ = numbers_.take(keys_ * width_ld_);
+    key_columns_ = numbers_.take(output_ld_ * keys_ld_);
+    query_columns_ = numbers_.take(query_block_ * width_);
+    grad_columns_ = numbers_.take(query_block_ * width_);
+    query_pairs_ = numbers_.take(query_block_ * output_ld_);
+    grad_pairs_ = numbers_.take(query_block_ * output_ld_);
+    weights_ = numbers_.take(kTileStrip * strip_ld_);
+    grad_logits_ = numbers_.take(kTileStrip * strip_ld_);
+    grad_logit_pairs_ = numbers_.take(query_block_ * key_block_);
+    grad_keys_ = sums_.take(keys_ * output_ld_);
+    grad_values_ = sums_.take(keys_ * output_ld_);
+    logits_ = sums_.take(kTileStrip * sums_ld_);
+    grad_weights_ = sums_.take(kTileStrip * sums_ld_);
+    grad_queries_across_ = sums_.take(output_ld_ * sums_ld_);
+    grad_queries_ = sums_.take(query_block_ * output_ld_);
+    maxima_ = sums_.take(query_block_);
+    inverses_ = sums_.take(query_block_);
+    dots_ = sums_.take(query_block_);
+    biases_ = sums_.take(query_block_);
+  }
+
+  void run(int64_t item) {
+    image_ = item / shape_.heads;
+    head_ = item % shape_.heads;
+    const MatrixRows keys = head_rows(call_.key, call_.type, image_, head_, 0);
+    pack_tile_rows(keys, shape_.keys, shape_.width, key_rows_, width_ld_);
+    pack_tile_columns(keys, shape_.keys, shape_.width, key_columns_, keys_ld_);
+    pack_tile_rows(head_rows(call_.value, call_.type, image_, head_, 0), shape_.keys, shape_.width, value_rows_,
+                   width_ld_);
+    if (shape_.queries == 0) {
+      std::fill(grad_keys_, grad_keys_ + keys_ * output_ld_, 0.0F);
+      std::fill(grad_values_, grad_values_ + keys_ * output_ld_, 0.0F);
+    }
+    for (int64_t query = 0; query < shape_.queries; query += query_block_) {
+      queries_backward(query, std::min(query_block_, shape_.queries - query));
+    }
+    store_gradient(call_.grad_key, grad_keys_, 0, shape_.keys, call_.scale);
+    store_gradient(call_.grad_value, grad_values_, 0, shape_.keys, 1);
+  }
+
+ private:
+  void store_gradient(const HeadTensor& out, const float* sums, int64_t token, int64_t count, double scale) const {
+    if (out.data != nullptr) {
+      unpack_rows(sums, output_ld_, count, shape_.width, static_cast<float>(scale),
+                  head_rows(out, call_.type, image_, head_, token));
+    }
+  }
+
+  void queries_backward(int64_t query, int64_t count) {
+    pack_queries(query, count);
+    const int64_t query_tiles = tiles_of(count, kTileSize);
+    if (shape_.keys == 0) {
+      std::fill(grad_queries_across_, grad_queries_across_ + output_ld_ * sums_ld_, 0.0F);
+    }
+    for (int64_t block = 0; block < shape_.keys; block += key_block_) {
+      const int64_t block_end = std::min(shape_.keys, block + key_block_);
+      for (int64_t key = block; key < block_end; key += kTileStrip) {
+        strip_backward(query, count, key, std::min(kTileStrip, block_end - key), key - block);
+      }
+      if (call_.grad_query.data != nullptr) {
+        const TileColumns pairs{grad_logit_pairs_, kTileSize * key_block_};
+        multiply_tiles(output_ld_ / kTileSize, query_tiles, tiles_of(block_end - block, kTileDepth),
+                       key_columns_ + block, keys_ld_, pairs, grad_queries_across_, sums_ld_, block > 0);
+      }
+    }
+    if (call_.grad_query.data != nullptr) {
+      pack_columns(buffer_rows<float>(grad_queries_across_, 0, sums_ld_), shape_.width, count, 1.0F, grad_queries_,
+                   output_ld_);
+      store_gradient(call_.grad_query, grad_queries_, query, count, call_.scale);
+    }
+  }
+
+  // The operands of a block of queries, and what their softmax was.
+  void pack_queries(int64_t query, int64_t count) {
+    const int64_t features = shape_.features();
+    const int64_t offset = (image_ * shape_.queries + query) * features + head_ * shape_.width;
+    const MatrixRows queries = head_rows(call_.query, call_.type, image_, head_, query);
+    BFloat16* first_grad = static_cast<BFloat16*>(const_cast<void*>(call_.grad_heads)) + offset;
+    const MatrixRows grads{ElementType::bfloat16, first_grad, features, 1};
+    pack_column_pairs(queries, count, shape_.width, query_columns_);
+    pack_column_pairs(grads, count, shape_.width, grad_columns_);
+    pack_row_pairs(queries, count, shape_.width, {}, query_pairs_, query_block_ / kTileDepth);
+    pack_row_pairs(grads, count, shape_.width, {}, grad_pairs_, query_block_ / kTileDepth);
+    const float* heads = static_cast<const float*>(call_.heads) + offset;
+    const float* softmax =
+        static_cast<const float*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
+    for (int64_t i = 0; i < query_block_; ++i) {  // queries that only fill tiles up get weights of zero
+      maxima_[i] = i < count ? softmax[2 * i] : 0.0F;
+      inverses_[i] = i < count ? softmax[2 * i + 1] : 0.0F;
+      dots_[i] = i < count ? row_dot(first_grad + i * features, heads + i * features) : 0.0F;
+      biases_[i] = i < count ? MaskRow<float>(call_.mask, image_, head_, query + i, shape_.keys).largest : 0.0F;
+    }
+  }
+
+  float row_dot(const BFloat16* grad, const float* head) const {
+    Vector<float> dot{};
+    for (int64_t j = 0; j < shape_.width; j += kLanes<float>) {
+      const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.width - j));
+      dot += load(grad + j, 1, count) * load(head + j, 1, count);
+    }
+    return sum_of_lanes<float>(dot);
+  }
+
+  // A strip of keys, the `in_block`-th of its block, against the block of queries.
+  void strip_backward(int64_t query, int64_t queries, int64_t key, int64_t rows, int64_t in_block) {
+    const int64_t row_tiles = tiles_of(rows, kTileSize);
+    const int64_t query_tiles = tiles_of(queries, kTileSize);
+    const int64_t query_depth = tiles_of(queries, kTileDepth);
+    multiply_tiles(row_tiles, query_tiles, width_ / kTileDepth, key_rows_ + key * width_ld_, width_ld_,
+                   {query_columns_, kTileSize * width_}, logits_, sums_ld_, false);
+    if (needs_logits_) {
+      multiply_tiles(row_tiles, query_tiles, width_ / kTileDepth, value_rows_ + key * width_ld_, width_ld_,
+                     {grad_columns_, kTileSize * width_}, grad_weights_, sums_ld_, false);
+    }
+    for (int64_t row = 0; row < row_tiles * kTileSize; row += 2) {
+      for (int64_t i = row; i < row + 2; ++i) {
+        logits_row(query, queries, key + i, i, i < rows);
+      }
+      store_logit_pairs(row, queries, in_block);
+    }
+    // A strip's last row tile may be missing, but not from ∂Q's sum over keys.
+    for (int64_t row = row_tiles * kTileSize; row < kTileStrip; row += 2) {
+      clear_row(row, queries);
+      clear_row(row + 1, queries);
+      store_logit_pairs(row, queries, in_block);
+    }
+    const bool is_sum = query > 0;
+    const int64_t width_tiles = output_ld_ / kTileSize;
+    if (call_.grad_value.data != nullptr) {
+      multiply_tiles(row_tiles, width_tiles, query_depth, weights_, strip_ld_, {grad_pairs_, kTileSize * query_block_},
+                     grad_values_ + key * output_ld_, output_ld_, is_sum);
+    }
+    if (call_.grad_key.data != nullptr) {
+      multiply_tiles(row_tiles, width_tiles, query_depth, grad_logits_, strip_ld_,
+                     {query_pairs_, kTileSize * query_block_}, grad_keys_ + key * output_ld_, output_ld_, is_sum);
+    }
+  }
+
+  void clear_row(int64_t row, int64_t queries) {
+    const int64_t whole = padded_to(queries, kTileDepth);
+    std::memset(static_cast<void*>(weights_ + row * strip_ld_), 0, whole * sizeof(BFloat16));
+    std::memset(static_cast<void*>(grad_logits_ + row * strip_ld_), 0, whole * sizeof(BFloat16));
+  }
+
+  // P and ∂logits of one key, rounded; zeros where there is none.
+  void logits_row(int64_t query, int64_t queries, int64_t key, int64_t row, bool is_key) {
+    if (!is_key) {
+      clear_row(row, queries);
+      return;
+    }
+    float* logits = logits_ + row * sums_ld_;
+    float factor = static_cast<float>(call_.scale * kLog2E);
+    if (call_.mask.is_used()) {
+      mask_key(query, queries, key, factor, logits);
+      factor = 1;
+    }
+    const float* grad_weights = grad_weights_ + row * sums_ld_;
+    const int64_t whole = padded_to(queries, kTileDepth);
+    const int64_t computed = padded_to(queries, kTileSize);
+    for (int64_t j = 0; j < whole; j += kLanes<float>) {
+      Vector<float> weight{};
+      Vector<float> grad{};
+      if (j < computed) {
+        const Vector<float> lowered = load_full(logits + j) * factor - load_full(maxima_ + j);
+        weight = exp2_nonpositive<float, CoarseSeries>(lowered) * load_full(inverses_ + j);
+        if (needs_logits_) {
+          grad = weight * (load_full(grad_weights + j) - load_full(dots_ + j));
+        }
+      }
+      store_full(weight, weights_ + row * strip_ld_ + j);
+      store_full(grad, grad_logits_ + row * strip_ld_ + j);
+      if (call_.grad_logits != nullptr) {
+        store_bias_gradient(query + j, std::min<int64_t>(kLanes<float>, queries - j), key, grad);
+      }
+    }
+  }
+
+  // The logits of one key, scaled and masked.
+  void mask_key(int64_t query, int64_t queries, int64_t key, float factor, float* logits) const {
+    const AttentionMask& mask = call_.mask;
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t offset = image_ * mask.batch_stride + head_ * mask.head_stride + (query + i) * mask.query_stride +
+                             key * mask.key_stride;
+      logits[i] *= factor;
+      if (mask.bias != nullptr) {
+        logits[i] += (static_cast<const float*>(mask.bias)[offset] - biases_[i]) * static_cast<float>(kLog2E);
+      }
+      if ((mask.flags != nullptr && !mask.flags[offset]) || (mask.causal && key > query + i)) {
+        logits[i] = kMinusInfinity<float>;
+      }
+    }
+  }
+
+  void store_bias_gradient(int64_t query, int64_t count, int64_t key, Vector<float> grad) const {
+    float values[kLanes<float>];
+    store_full(grad, values);
+    float* out = static_cast<float*>(call_.grad_logits) +
+                 ((image_ * shape_.heads + head_) * shape_.queries + query) * shape_.keys + key;
+    for (int64_t i = 0; i < count; ++i) {
+      out[i * shape_.keys] = values[i];
+    }
+  }
+
+  // Rows `row` and `row` + 1 of ∂logitsᵀ as a pair of the operand of ∂Qᵀ.
+  void store_logit_pairs(int64_t row, int64_t queries, int64_t in_block) {
+    const BFloat16* first = grad_logits_ + row * strip_ld_;
+    const int64_t tile = (in_block + row) / kTileDepth * kTileElements + (in_block + row) % kTileDepth * kTileSize;
+    for (int64_t j = 0; j < padded_to(queries, kTileSize); j += kLanes<float>) {
+      BFloat16* out = grad_logit_pairs_ + j / kTileSize * kTileSize * key_block_ + tile + j % kTileSize * 2;
+      store_pair(load_full(first + j), load_full(first + strip_ld_ + j), out);
+    }
+  }
+
+  const AttentionBackward& call_;
+  const AttentionShape& shape_;
+  int64_t width_;        // of a head, in whole tiles of A
+  int64_t width_ld_;     // elements between rows of key_rows_
+  int64_t output_ld_;    // the width of a head in whole tiles of C
+  int64_t keys_;         // all of them, in whole tiles of A
+  int64_t keys_ld_;      // elements between rows of key_columns_
+  int64_t key_block_;    // keys at a time
+  int64_t query_block_;  // queries at a time
+  int64_t strip_ld_;     // elements between rows of weights_
+  int64_t sums_ld_;      // and of logits_
+  bool needs_logits_;    // more than ∂V is wanted
+  int64_t image_ = 0;
+  int64_t head_ = 0;
+  Scratch<BFloat16> numbers_;
+  Scratch<float> sums_;
+  TileSession tiles_;
+  BFloat16* key_rows_;          // [keys][width_ld]
+  BFloat16* value_rows_;        // [keys][width_ld]
+  BFloat16* key_columns_;       // Kᵀ: [output_ld][keys_ld]
+  BFloat16* query_columns_;     // Qᵀ, in column tiles
+  BFloat16* grad_columns_;      // ∂headsᵀ, in column tiles
+  BFloat16* query_pairs_;       // Q, in column tiles
+  BFloat16* grad_pairs_;        // ∂heads, in column tiles
+  BFloat16* weights_;           // [strip][strip_ld]: Pᵀ
+  BFloat16* grad_logits_;       // [strip][strip_ld]: ∂logitsᵀ
+  BFloat16* grad_logit_pairs_;  // ∂logitsᵀ of a block of keys, in column tiles
+  float* grad_keys_;            // [keys][output_ld]
+  float* grad_values_;          // [keys][output_ld]
+  float* logits_;               // [strip][sums_ld]
+  float* grad_weights_;         // [strip][sums_ld]: ∂Pᵀ
+  float* grad_queries_across_;  // ∂Qᵀ: [output_ld][sums_ld]
+  float* grad_queries_;         // [queries][output_ld]
+  float* maxima_;               // [queries]
+  float* inverses_;             // [queries]
+  float* dots_;                 // [queries]: rows of ∂heads · rows of heads
+  float* biases_;               // [queries]: what rows of the bias are lowered by
+};
+
+// ∂heads = G · weight, rounded to bfloat16, for a block of tokens.
+inline void heads_backward_tiles(const HeadsBackward& call, WorkQueue& queue) {
+  const int64_t features = call.shape.features();
+  const int64_t channels = call.shape.channels;
+  const int64_t tokens = call.shape.batch * call.shape.queries;
+  const int64_t depth_tiles = tiles_of(channels, kTileDepth);
+  const int64_t ld = padded_stride<BFloat16>(depth_tiles * kTileDepth);
+  const TileColumns weight{static_cast<const BFloat16*>(call.weight), depth_tiles * kTileElements};
+  Scratch<BFloat16> numbers(kTokenBlock * ld);
+  numbers.clear();
+  BFloat16* grads = numbers.take(kTokenBlock * ld);
+  Scratch<float> memory(kTileStrip * kTileStrip);
+  float* sums = memory.take(kTileStrip * kTileStrip);
+  const TileSession session;
+  for (int64_t item; (item = take_item(queue)) >= 0;) {
+    const int64_t token = item * kTokenBlock;
+    const int64_t rows = std::min(kTokenBlock, tokens - token);
+    pack_tile_rows(buffer_rows<float>(call.grad_y, token * channels, channels), rows, channels, grads, ld);
+    for (int64_t feature = 0; feature < features; feature += kTileStrip) {
+      const int64_t columns = std::min(kTileStrip, features - feature);
+      for (int64_t row = 0; row < rows; row += kTileStrip) {
+        const int64_t count = std::min(kTileStrip, rows - row);
+        multiply_tiles(tiles_of(count, kTileSize), tiles_of(columns, kTileSize), depth_tiles, grads + row * ld, ld,
+                       weight.from(feature / kTileSize), sums, kTileStrip, false);
+        BFloat16* out = static_cast<BFloat16*>(call.grad_heads) + (token + row) * features + feature;
+        unpack_rows(sums, kTileStrip, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
+      }
+    }
+  }
+}
+
+// M = headsᵀ G for a block of features, and from it ∂U and ∂λ. G comes packed: [channel tiles][token tiles].
+inline void basis_backward_tiles(const BasisBackward& call, WorkQueue& queue) {
+  constexpr int64_t kTokens = 2048;  // at a time
+  const AttentionShape& shape = call.shape;
+  const int64_t features = shape.features();
+  const int64_t tokens = shape.batch * shape.queries;
+  const int64_t token_tiles = tiles_of(tokens, kTileDepth);
+  const int64_t channels = padded_to(shape.channels, kTileSize);
+  const int64_t ld = padded_stride<BFloat16>(std::min(kTokens, token_tiles * kTileDepth));
+  Scratch<BFloat16> numbers(kTileFeatureBlock * ld);
+  BFloat16* heads = numbers.take(kTileFeatureBlock * ld);
+  Scratch<float> memory(kTileFeatureBlock * channels);
+  float* sums = memory.take(kTileFeatureBlock * channels);
+  const TileSession session;
+  for (int64_t item; (item = take_item(queue)) >= 0;) {
+    const int64_t first = item * kTileFeatureBlock;
+    const int64_t rows = std::min(kTileFeatureBlock, features - first);
+    std::fill(sums, sums + kTileFeatureBlock * channels, 0.0F);
+    for (int64_t token = 0; token < tokens; token += kTokens) {
+      const int64_t depth = std::min(kTokens, tokens - token);
+      pack_tile_columns(buffer_rows<float>(call.heads, token * features + first, features), depth, rows, heads, ld);
+      const TileColumns grads{static_cast<const BFloat16*>(call.packed_grad) + token / kTileDepth * kTileElements,
+                              token_tiles * kTileElements};
+      multiply_tiles(tiles_of(rows, kTileSize), channels / kTileSize, tiles_of(depth, kTileDepth), heads, ld, grads,
+                     sums, channels, token > 0);
+    }
+    store_basis_gradient<BFloat16>(call, first, rows, sums, channels);
+  }
+}
+
+}  // namespace overtone::OVERTONE_LEVEL

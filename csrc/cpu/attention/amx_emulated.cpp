@@ -1,0 +1,3 @@
+#include "cpu/isa/amx_emulated.h"
+
+#include "cpu/attention/amx_kernels.h"

@@ -1,0 +1,161 @@
+#include "cpu/isa/isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#include <csetjmp>
+#include <csignal>
+
+#include "cpu/isa/amx_probe.h"
+#endif
+
+namespace overtone {
+namespace {
+
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "amx", "amx_emulated"};
+constexpr int kRealLevels = 4;  // all but the emulated one
+
+#if defined(__x86_64__) && defined(__linux__)
+bool cpuid_has_amx() {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  constexpr unsigned kBfloat16 = 1U << 22;
+  constexpr unsigned kTile = 1U << 24;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kBfloat16) != 0 && (edx & kTile) != 0;
+}
+
+// Linux gives a process tiles only when it asks for them.
+bool tiles_are_permitted() {
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+sigjmp_buf after_illegal_instruction;
+
+// Some virtual machines offer AMX and then refuse its instructions: that must not end the process.
+bool tiles_give_right_answers() {
+  struct sigaction before{};
+  struct sigaction escape{};
+  escape.sa_handler = [](int) { siglongjmp(after_illegal_instruction, 1); };
+  sigemptyset(&escape.sa_mask);
+  if (sigaction(SIGILL, &escape, &before) != 0) {
+    return false;
+  }
+  const bool is_right = sigsetjmp(after_illegal_instruction, 1) == 0 && amx::tile_product_is_right();
+  sigaction(SIGILL, &before, nullptr);
+  return is_right;
+}
+
+bool machine_has_amx() {
+  static const bool has_amx =
+      cpuid_has_amx() && __builtin_cpu_supports("avx512bf16") && tiles_are_permitted() && tiles_give_right_answers();
+  return has_amx;
+}
+#elif defined(__x86_64__)
+bool machine_has_amx() { return false; }
+#endif
+
+// GCC's and Clang's builtin asks the operating system (XGETBV) as well as CPUID.
+bool machine_has(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::baseline:
+      return true;
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::avx512:
+      return machine_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::amx:
+      return machine_has(Isa::avx512) && machine_has_amx();
+    case Isa::amx_emulated:
+      return true;
+  }
+  return false;
+#else
+  return isa == Isa::baseline || isa == Isa::amx_emulated;
+#endif
+}
+
+Isa best_isa() {
+  for (int level = kRealLevels - 1; level > 0; --level) {
+    if (machine_has(static_cast<Isa>(level))) {
+      return static_cast<Isa>(level);
+    }
+  }
+  return Isa::baseline;
+}
+
+std::string join(const std::vector<std::string>& words) {
+  std::string text;
+  for (const auto& word : words) {
+    text += (text.empty() ? "" : ", ") + word;
+  }
+  return text;
+}
+
+Isa parse_isa(const std::string& name, const std::string& source) {
+  for (int level = 0; level <= kRealLevels; ++level) {
+    if (name == kNames[level]) {
+      if (!machine_has(static_cast<Isa>(level))) {
+        throw std::invalid_argument(source + ": this machine has no " + name + "; it has " + join(available_isas()));
+      }
+      return static_cast<Isa>(level);
+    }
+  }
+  throw std::invalid_argument(source + ": unknown instruction set '" + name +
+                              "'; wanted one of baseline, avx2, avx512, amx");
+}
+
+Isa initial_isa() {
+  const char* cap = std::getenv("OVERTONE_CPU_ISA");
+  return cap == nullptr || *cap == '\0' ? best_isa() : parse_isa(cap, "OVERTONE_CPU_ISA");
+}
+
+std::atomic<int>& isa_in_use() {
+  static std::atomic<int> isa{static_cast<int>(initial_isa())};
+  return isa;
+}
+
+thread_local const char* last_op = "";
+thread_local const char* last_level = "";
+
+}  // namespace
+
+const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (int level = 0; level < kRealLevels; ++level) {
+    if (machine_has(static_cast<Isa>(level))) {
+      names.emplace_back(kNames[level]);
+    }
+  }
+  return names;
+}
+
+Isa current_isa() { return static_cast<Isa>(isa_in_use().load(std::memory_order_relaxed)); }
+
+Isa vector_isa() {
+  const Isa isa = current_isa();
+  return isa == Isa::amx ? Isa::avx512 : isa == Isa::amx_emulated ? Isa::baseline : isa;
+}
+
+void set_isa(const std::string& name) { isa_in_use().store(static_cast<int>(parse_isa(name, "set_isa"))); }
+
+void note_kernel(const char* op, const char* level) {
+  last_op = op;
+  last_level = level;
+}
+
+std::string last_kernel() { return std::string(last_op) + "/" + last_level; }
+
+}  // namespace overtone

@@ -1,0 +1,5 @@
+#include "cpu/isa/baseline.h"
+
+#include "cpu/linalg/eig/kernels.h"
+
+#include "cpu/isa/end.h"

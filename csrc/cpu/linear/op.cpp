@@ -1,0 +1,205 @@
+// Linear layers and the MLP on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
+#include "cpu/linear/params.h"
+
+#include <tuple>
+
+#include "cpu/isa/isa.h"
+#include "cpu/tensor.h"
+
+namespace overtone {
+namespace {
+
+const LinearKernels& kernels(const char* op) {
+#if defined(__x86_64__)
+  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, &avx2::linear_kernels,
+                                                            &avx512::linear_kernels};
+#else
+  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, nullptr, nullptr};
+#endif
+  const LinearKernels& chosen = for_current_isa(table);
+  note_kernel(op, chosen.level);
+  return chosen;
+}
+
+LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)}; }
+
+LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }
+
+Tensor allocated_if(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
+  return allocated(like, wanted ? size : std::vector<int64_t>{0});
+}
+
+void check_tokens(const Tensor& x, const char* op) {
+  check_dims(x, 2, false, "x", op);
+  if (x.size(1) == 0 || (x.scalar_type() != ScalarType::Float && x.scalar_type() != ScalarType::Double)) {
+    fail(op, "x: got ", wanted_text(sizes_of(x), x.scalar_type(), false, true),
+         ", wanted float32 or float64 [tokens, channels] with channels");
+  }
+}
+
+void check_weight(const Tensor& weight, int64_t inputs, const Tensor& x, const char* name, const char* op) {
+  check_dims(weight, 2, false, name, op);
+  if (weight.size(0) == 0) {
+    fail(op, name, ": got ", shape_text(sizes_of(weight)), ", wanted a matrix with rows");
+  }
+  check_tensor(weight, {{weight.size(0), inputs}, x.scalar_type()}, name, op);
+}
+
+void check_bias(const Tensor& bias, int64_t outputs, const Tensor& x, const char* name, const char* op) {
+  check_tensor(bias, {{outputs}, x.scalar_type(), true}, name, op);
+}
+
+// A weight [depth, columns] in panels.
+Tensor packed(const LinearKernels& run, ElementType type, const LinearMatrix& weight, int64_t depth, int64_t columns,
+              const Tensor& like) {
+  LinearPacking packing{type, weight, depth, columns};
+  Tensor panels = allocated(like, {run.packed_size(packing)});
+  packing.panels = panels.data_ptr();
+  for_items(run.packing_items(packing), [&](WorkQueue& queue) { run.pack(packing, queue); });
+  return panels;
+}
+
+void multiply_tokens(const LinearKernels& run, const LinearTokens& call) {
+  for_items(run.token_items(call.tokens), [&](WorkQueue& queue) { run.tokens(call, queue); });
+}
+
+void weight_gradient(const LinearKernels& run, const LinearWeightGradient& call) {
+  for_items(run.weight_items(call), [&](WorkQueue& queue) { run.weight(call, queue); });
+}
+
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  constexpr const char* op = "linear";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  LinearTokens call;
+  call.type = element_type(x, op, "x");
+  call.tokens = x.size(0);
+  call.inputs = x.size(1);
+  call.outputs = weight.size(0);
+  if (bias.has_value()) {
+    check_bias(*bias, call.outputs, x, "bias", op);
+    call.bias = bias->data_ptr();
+  }
+  const LinearKernels& run = kernels(op);
+  Tensor y = allocated(x, {call.tokens, call.outputs});
+  const Tensor panels = packed(run, call.type, transposed(weight), call.inputs, call.outputs, x);
+  call.x = matrix(x);
+  call.weight = panels.data_ptr();
+  call.out = y.data_ptr();
+  multiply_tokens(run, call);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x,
+                                                   bool need_weight) {
+  constexpr const char* op = "linear_backward";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  const int64_t tokens = x.size(0);
+  const int64_t inputs = x.size(1);
+  const int64_t outputs = weight.size(0);
+  check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
+  const ElementType type = element_type(x, op, "x");
+  const LinearKernels& run = kernels(op);
+  Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
+  Tensor grad_weight = allocated_if(need_weight, x, {outputs, inputs});
+  Tensor grad_bias = allocated_if(need_weight, x, {outputs});
+  if (need_x) {
+    const Tensor panels = packed(run, type, matrix(weight), outputs, inputs, x);
+    multiply_tokens(run,
+                    {type, tokens, outputs, inputs, matrix(grad_y), panels.data_ptr(), nullptr, grad_x.data_ptr()});
+  }
+  if (need_weight) {
+    weight_gradient(
+        run, {type, tokens, inputs, outputs, matrix(grad_y), matrix(x), grad_weight.data_ptr(), grad_bias.data_ptr()});
+  }
+  return {grad_x, grad_weight, grad_bias};
+}
+
+MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const char* op) {
+  check_tokens(x, op);
+  check_weight(w1, x.size(1), x, "w1", op);
+  check_weight(w2, w1.size(0), x, "w2", op);
+  constexpr int64_t kLine = 16;  // a cache line, whole vectors on every level
+  MlpShape shape;
+  shape.type = element_type(x, op, "x");
+  shape.tokens = x.size(0);
+  shape.inputs = x.size(1);
+  shape.hidden = w1.size(0);
+  shape.outputs = w2.size(0);
+  shape.stride = (shape.hidden + kLine - 1) / kLine * kLine;
+  return shape;
+}
+
+std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, bool need_backward) {
+  constexpr const char* op = "mlp";
+  MlpForward call;
+  call.shape = mlp_shape(x, w1, w2, op);
+  const MlpShape& shape = call.shape;
+  check_bias(b1, shape.hidden, x, "b1", op);
+  check_bias(b2, shape.outputs, x, "b2", op);
+  const LinearKernels& run = kernels(op);
+  Tensor y = allocated(x, {shape.tokens, shape.outputs});
+  Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
+  const Tensor w1_panels = packed(run, shape.type, transposed(w1), shape.inputs, shape.hidden, x);
+  const Tensor w2_panels = packed(run, shape.type, transposed(w2), shape.hidden, shape.outputs, x);
+  call.x = matrix(x);
+  call.w1 = w1_panels.data_ptr();
+  call.b1 = b1.data_ptr();
+  call.w2 = w2_panels.data_ptr();
+  call.b2 = b2.data_ptr();
+  call.pre = need_backward ? pre.data_ptr() : nullptr;
+  call.y = y.data_ptr();
+  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
+  return {y, pre};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2,
+                                                                Tensor pre, bool need_x, bool need_weights) {
+  constexpr const char* op = "mlp_backward";
+  MlpBackward call;
+  call.shape = mlp_shape(x, w1, w2, op);
+  const MlpShape& shape = call.shape;
+  check_tensor(grad_y, {{shape.tokens, shape.outputs}, x.scalar_type()}, "grad_y", op);
+  check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
+  const LinearKernels& run = kernels(op);
+  Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
+  const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
+  const Tensor active = allocated_if(need_weights, x, blocked);
+  const Tensor grad_pre = allocated_if(need_weights, x, blocked);
+  const Tensor w1_panels = packed(run, shape.type, matrix(w1), shape.hidden, shape.inputs, x);
+  const Tensor w2_panels = packed(run, shape.type, matrix(w2), shape.outputs, shape.hidden, x);
+  call.grad_y = matrix(grad_y);
+  call.w1 = w1_panels.data_ptr();
+  call.w2 = w2_panels.data_ptr();
+  call.pre = pre.data_ptr();
+  call.active = need_weights ? active.data_ptr() : nullptr;
+  call.grad_pre = need_weights ? grad_pre.data_ptr() : nullptr;
+  call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
+  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
+
+  Tensor grad_w1 = allocated_if(need_weights, x, {shape.hidden, shape.inputs});
+  Tensor grad_b1 = allocated_if(need_weights, x, {shape.hidden});
+  Tensor grad_w2 = allocated_if(need_weights, x, {shape.outputs, shape.hidden});
+  Tensor grad_b2 = allocated_if(need_weights, x, {shape.outputs});
+  if (need_weights) {
+    const LinearMatrix active_rows{call.active, kLinearBlock, 1, shape.tokens * kLinearBlock};
+    const LinearMatrix grad_rows{call.grad_pre, kLinearBlock, 1, shape.tokens * kLinearBlock};
+    weight_gradient(run, {shape.type, shape.tokens, shape.hidden, shape.outputs, matrix(grad_y), active_rows,
+                          grad_w2.data_ptr(), grad_b2.data_ptr()});
+    weight_gradient(run, {shape.type, shape.tokens, shape.inputs, shape.hidden, grad_rows, matrix(x),
+                          grad_w1.data_ptr(), grad_b1.data_ptr()});
+  }
+  return {grad_x, grad_w1, grad_b1, grad_w2, grad_b2};
+}
+
+}  // namespace
+}  // namespace overtone
+
+STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
+  OVERTONE_IMPL(m, linear);
+  OVERTONE_IMPL(m, linear_backward);
+  OVERTONE_IMPL(m, mlp);
+  OVERTONE_IMPL(m, mlp_backward);
+}

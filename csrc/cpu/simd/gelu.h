@@ -1,0 +1,65 @@
+// GELU(x) = x Φ(x) on vectors, and its derivative: Φ the normal distribution.
+#pragma once
+
+#include "cpu/simd/exp2.h"
+
+namespace overtone::OVERTONE_LEVEL {
+
+// Φ(−t) exp(t²/2) for t ≥ 0 as a polynomial of u = 1 − 2 kCentre / (t + kCentre), interpolated in Chebyshev's points
+// of what exp(−t²/2) leaves above zero: error 2.0e-9, and 1.5e-17 in float64.
+template <class A>
+struct NormalTail;
+template <>
+struct NormalTail<float> {
+  static constexpr float kCentre = 4.0F;
+  static constexpr float kSeries[] = {0.0944106399837F,    -0.170397727283F,   0.124379368851F,    -0.0717071098056F,
+                                      0.0308633601755F,    -0.00849611658699F, 0.000512078989312F, 0.000657920448011F,
+                                      -0.000182046529545F, -7.35653222847e-5F};
+};
+template <>
+struct NormalTail<double> {
+  static constexpr double kCentre = 5.0;
+  static constexpr double kSeries[] = {
+      0.076919304975006296198,   -0.14345755526401198477,   0.1160688118860028082,       -0.080883877264127620296,
+      0.047855352284211854704,   -0.023413900487638239524,  0.0089913705494794692378,    -0.0023788443582171788268,
+      0.00021955075111949755153, 0.00013427686243864852028, -0.000060427571150967201113, 9.6117548732964340237e-7,
+      6.6447548098171314609e-6,  -1.2695425054584449132e-6, -6.758072227056797572e-7,    2.4201522382351583173e-7,
+      7.7946782872037249938e-8,  -3.7176021331586601741e-8, -1.1293299749381935952e-8,   4.0505322825136389216e-9,
+      1.5354210928418546349e-9};
+};
+
+template <class A>
+struct Normal {
+  Vector<A> below;  // Φ(x)
+  Vector<A> bell;   // exp(−x²/2)
+};
+
+template <class A>
+OVERTONE_INLINE Normal<A> normal(Vector<A> x) {
+  using Tail = NormalTail<A>;
+  constexpr A kHalfLog2E = A(0.72134752044448170368);
+  const Vector<A> t = absolute<A>(x);
+  const Vector<A> bell = exp2_nonpositive<A>(t * t * -kHalfLog2E);
+  const Vector<A> tail = bell * exp2_series<A, Tail>(A(1) - A(2) * Tail::kCentre / (t + Tail::kCentre));
+  return {select(less(x, Vector<A>{}), tail, A(1) - tail), bell};
+}
+
+template <class A>
+OVERTONE_INLINE Vector<A> gelu(Vector<A> x) {
+  return x * normal<A>(x).below;
+}
+
+template <class A>
+struct GeluAndSlope {
+  Vector<A> value;
+  Vector<A> slope;
+};
+
+template <class A>
+OVERTONE_INLINE GeluAndSlope<A> gelu_and_slope(Vector<A> x) {
+  constexpr A kDensity = A(0.39894228040143267794);  // 1 / √(2π)
+  const Normal<A> at = normal<A>(x);
+  return {x * at.below, at.below + x * kDensity * at.bell};
+}
+
+}  // namespace overtone::OVERTONE_LEVEL

@@ -1,0 +1,89 @@
+// The kernels, compiled; no torch header, so that they can be compiled and measured without a CUDA build of torch.
+#include "cuda/linalg/kernels.h"
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/linalg/launch.h"
+
+namespace overtone::cuda {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("overtone: ") + what + ": " + cudaGetErrorString(error));
+  }
+}
+
+size_t shared_limit() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "no current device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "no shared memory limit");
+  return static_cast<size_t>(bytes);
+}
+
+struct Launcher {
+  cudaStream_t stream;
+
+  template <class Call>
+  void operator()(void (*kernel)(Call), const Grid& grid, const Call& call) const {
+    constexpr size_t kWithoutAsking = 48 * 1024;
+    if (grid.shared_bytes > kWithoutAsking) {
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(grid.shared_bytes)),
+            "the device does not give a block so much shared memory");
+    }
+    kernel<<<grid.blocks, grid.threads, grid.shared_bytes, stream>>>(call);
+    check(cudaGetLastError(), "a kernel could not be launched");
+  }
+};
+
+template <class T>
+bool takes(const std::string& op, int n, size_t limit) {
+  return op == "qr"     ? n <= kLargestQr
+         : op == "eigh" ? eigh_path<T>(n, limit) != Path::none
+                        : eig_path<T>(n, limit) != Path::none;
+}
+
+}  // namespace
+
+int largest(const std::string& op, bool is_float64) {
+  const size_t limit = shared_limit();
+  int n = kMostThreads;
+  while (!(is_float64 ? takes<double>(op, n, limit) : takes<float>(op, n, limit))) {
+    --n;
+  }
+  return n;
+}
+
+int64_t eig_workspace(int n, bool is_float64) {
+  const size_t limit = shared_limit();
+  const Path path = is_float64 ? eig_path<double>(n, limit) : eig_path<float>(n, limit);
+  return path == Path::packed ? static_cast<int64_t>(n) * n : 0;
+}
+
+template <class T>
+void solve(const EighCall<T>& call, void* stream) {
+  launch_eigh(call, eigh_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
+}
+
+template <class T>
+void solve(const EigCall<T>& call, void* stream) {
+  launch_eig(call, eig_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
+}
+
+template <class T>
+void solve(const QrCall<T>& call, void* stream) {
+  launch_qr(call, Launcher{static_cast<cudaStream_t>(stream)});
+}
+
+template void solve(const EighCall<float>&, void*);
+template void solve(const EighCall<double>&, void*);
+template void solve(const EigCall<float>&, void*);
+template void solve(const EigCall<double>&, void*);
+template void solve(const QrCall<float>&, void*);
+template void solve(const QrCall<double>&, void*);
+
+}  // namespace overtone::cuda

@@ -1,0 +1,5 @@
+"""Other people's models: timm's ViT and DeiT, Hugging Face's ViT, DeiT, BERT and GPT-2."""
+
+from overtone.integrations.reparameterize import Handle, reparameterize
+
+__all__ = ["Handle", "reparameterize"]

@@ -1,0 +1,1 @@
+"""Solvers of batched eigenproblems, QR and inverses."""

@@ -1,0 +1,72 @@
+"""Compiles the CUDA kernels with nvcc, for GPUs that need not be there, and reads what they take from ptxas."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from overtone.tools.cuda_launches import Launch, shipped
+
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
+SOURCE = CSRC / "cuda" / "solvers.cu"
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+DTYPES = (torch.float32, torch.float64)
+# As setup.py and torch compile them.
+FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{CSRC}"]
+
+
+def obstacle() -> str | None:
+    """Why the kernels cannot be compiled here, or None if they can."""
+    if not SOURCE.exists():
+        return "their sources, csrc/cuda, are not installed: run it in a clone"
+    return "nvcc was not found: install the CUDA toolkit, or set CUDA_HOME" if find_nvcc() is None else None
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+
+
+def compile_all(architectures: Sequence[str], workers: int) -> Iterator[tuple[Launch, str, int, int]]:
+    """(launch, architecture, registers, bytes spilled) of every kernel as it is shipped."""
+    with ThreadPoolExecutor(workers) as pool:
+        for name, usage in zip(architectures, pool.map(ptxas_report, architectures), strict=True):
+            found = read_report(usage)
+            for dtype in DTYPES:
+                for launch in shipped(dtype):
+                    registers, spills = next(v for symbol, v in found.items() if symbol.startswith(launch.symbol))
+                    yield launch, name, registers, spills
+
+
+def ptxas_report(architecture: str) -> str:
+    """What ptxas says about every kernel."""
+    number = architecture.removeprefix("sm_")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(find_nvcc() or "nvcc", *FLAGS, "-Xptxas", "-v", "-cubin", "-o", f"{folder}/kernels.cubin"),
+            *("-gencode", f"arch=compute_{number},code={architecture}", str(SOURCE)),
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"nvcc failed for {architecture}:\n{result.stderr}")
+    return result.stderr
+
+
+def read_report(report: str) -> dict[str, tuple[int, int]]:
+    """(registers, bytes of stack and spills) by mangled name."""
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers"
+    )
+    found = {}
+    for symbol, stack, stores, loads, registers in re.findall(pattern, report, re.DOTALL):
+        found[symbol] = int(registers), max(int(stack), int(stores) + int(loads))
+    return found

@@ -1,4 +1,0 @@
-"""What every test of an op uses: float64 truth, derived tolerances, poisoned memory, ugly shapes, ISA levels.
-
-accuracy, compiling, repeat and shapes are modules to import from; the fixtures of kit.fixtures are there everywhere.
-"""

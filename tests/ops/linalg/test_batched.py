@@ -1,0 +1,222 @@
+"""The CUDA implementations made of torch's batched products, on CPU tensors: ratios, gradients, and no host waits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ops.linalg.test_inverse import KINDS, draw, plain
+from ops.linalg.test_qr import assert_is_qr, conditioned, randn
+from support import accuracy, shapes
+from support import gallery as symmetric
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overtone.ops.linalg.batched import spectrum
+from overtone.ops.linalg.batched.eigh import eigh_backward
+from overtone.ops.linalg.batched.orthogonal import orthogonalize
+from overtone.ops.linalg.batched.qr import qr_backward
+
+DTYPES = (torch.float32, torch.float64)
+EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
+
+
+def composed(kind: str):
+    """The weight, with the gradient that the CUDA implementation gives it."""
+
+    class Compose(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, matrix, eigenvalues):
+            weight, *saved = getattr(spectrum, kind)(matrix, eigenvalues)
+            kept = (eigenvalues, *saved) if kind == "compose_symmetric" else (matrix, eigenvalues, *saved)
+            ctx.save_for_backward(*kept)
+            return weight
+
+        @staticmethod
+        def backward(ctx, grad_weight):
+            return getattr(spectrum, f"{kind}_backward")(grad_weight, *ctx.saved_tensors)
+
+    return Compose.apply
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestOrthogonalize:
+    @pytest.mark.parametrize("n", [1, 2, 3, 16, 33, 65, 197])
+    def test_sizes(self, dtype, n):
+        a = randn(3, n, n, dtype=dtype)
+        assert_is_qr(a, *orthogonalize(a))
+        assert_is_qr(randn(2, n + 5, n, dtype=dtype), *orthogonalize(randn(2, n + 5, n, dtype=dtype)))
+
+    @pytest.mark.parametrize("n", [8, 64, 192])
+    def test_ill_conditioned(self, dtype, n):
+        """Condition numbers up to what the dtype can express, and columns of very different size."""
+        conditions = (1e3, 1e6, 1 / EPS[dtype] / 10)
+        grades = torch.logspace(0, -30, n, dtype=torch.float64)
+        members = [conditioned(n, condition) for condition in conditions]
+        a = torch.stack([*members, members[0] * grades, members[1] * grades.flip(0)]).to(dtype)
+        q, r = orthogonalize(a)
+        assert_is_qr(a, q, r)
+        assert (r.diagonal(dim1=-2, dim2=-1) > 0).all()
+
+    @pytest.mark.slow
+    def test_a_models_layers(self, dtype):
+        a = conditioned(384, 1e6)[None].to(dtype)
+        assert_is_qr(a, *orthogonalize(a))
+        if dtype == torch.float32:
+            a = randn(2, 768, 768, dtype=dtype)
+            assert_is_qr(a, *orthogonalize(a))
+
+    def test_extreme_sizes(self, dtype):
+        info = torch.finfo(dtype)
+        a = randn(9, 9)
+        a = torch.stack([a * info.tiny * 1e3, a / a.abs().max() * info.max / 100]).to(dtype)
+        q, r = orthogonalize(a)
+        assert_is_qr(a, q, r)
+
+    def test_empty(self, dtype):
+        for shape in ((0, 3, 3), (2, 0, 0), (2, 3, 0)):
+            q, r = orthogonalize(torch.empty(shape, dtype=dtype))
+            assert q.shape == shape and r.shape == (*shape[:-2], shape[-1], shape[-1])
+
+    def test_a_bad_member_spoils_no_other(self, dtype):
+        a = randn(3, 20, 20, dtype=dtype)
+        good = orthogonalize(a)
+        a[1, 3, 4] = math.nan
+        for now, before in zip(orthogonalize(a), good, strict=True):
+            assert torch.equal(now[[0, 2]], before[[0, 2]])
+            assert now[1].isnan().any()
+
+    def test_it_is_the_kernels_r(self, dtype, cpu_kernels):
+        """Unique, so that every backend has the same up to the condition number."""
+        a = randn(4, 40, 40, dtype=dtype) + 8 * torch.eye(40, dtype=dtype)
+        for ours, theirs in zip(orthogonalize(a), torch.ops.overtone.qr(a, False, True), strict=False):
+            assert (ours - theirs).abs().max() <= 40 * EPS[dtype] * theirs.abs().max() * torch.linalg.cond(a).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestCompose:
+    @pytest.mark.parametrize("n", [2, 3, 16, 33, 96])
+    def test_against_truth(self, kind, dtype, n):
+        draws = [draw((2,), n, dtype, seed=seed) for seed in range(3)]
+        accuracy.check_against_truth(composed(kind), plain(kind), draws[0], more_draws=draws[1:])
+
+    @pytest.mark.parametrize("eigenvalues", ["equal", "zero"])
+    def test_no_gap_is_needed(self, kind, dtype, eigenvalues):
+        draws = [draw((2,), 33, dtype, eigenvalues, seed) for seed in range(3)]
+        accuracy.check_against_truth(composed(kind), plain(kind), draws[0], more_draws=draws[1:])
+        weight = composed(kind)(*draws[0])
+        weight.sum().backward()
+        assert (draws[0][0].grad == 0).all()
+
+    @pytest.mark.parametrize("shape", [((0,), 3), ((2,), 0), ((2, 3), 1)])
+    def test_empty_and_single(self, kind, dtype, shape):
+        matrix, eigenvalues = draw(*shape, dtype)
+        weight = composed(kind)(matrix, eigenvalues)
+        torch.testing.assert_close(weight, eigenvalues.diag_embed())
+
+    def test_strides(self, kind, dtype):
+        matrix, eigenvalues = (x.detach() for x in draw((2, 3), 20, dtype))
+        for layout in shapes.LAYOUTS:
+            strided = shapes.with_layout(matrix, layout)
+            wanted = composed(kind)(strided.contiguous(), eigenvalues)
+            error = (composed(kind)(strided, eigenvalues) - wanted).abs().max()
+            assert error <= 20 * EPS[dtype] * wanted.abs().max() * torch.linalg.cond(matrix).max()
+
+    def test_a_bad_member_spoils_no_other(self, kind, dtype):
+        matrix, eigenvalues = draw((3,), 12, dtype)
+        good = composed(kind)(matrix, eigenvalues)
+        bad = matrix.detach().clone()
+        bad[1, 0, 0] = math.nan
+        weight = composed(kind)(bad.requires_grad_(), eigenvalues)
+        assert weight[1].isnan().all() and torch.equal(weight[[0, 2]], good[[0, 2]])
+        weight.sum().backward()
+        assert bad.grad[[0, 2]].isfinite().all()
+
+    def test_no_host_wait(self, kind, dtype):
+        """On fake tensors nothing has a value: whatever asked for one, a branch or .item(), would raise."""
+        with FakeTensorMode():
+            matrix, eigenvalues = torch.empty(12, 192, 192, dtype=dtype), torch.empty(12, 192, dtype=dtype)
+            weight = composed(kind)(matrix.requires_grad_(), eigenvalues.requires_grad_())
+            assert weight.shape == matrix.shape
+            weight.sum().backward()
+            assert matrix.grad.shape == matrix.shape and eigenvalues.grad.shape == eigenvalues.shape
+
+
+@pytest.mark.parametrize("n", [24, 192])
+def test_ill_conditioned_theta(n):
+    """κ = 10⁶ in float32: the weight is as right as its orthogonal factor, whose sensitivity is κ."""
+    theta = torch.stack([conditioned(n, 1e6), conditioned(n, 1e3)]).float()
+    eigenvalues = -torch.rand(2, n, generator=torch.Generator().manual_seed(0))
+    weight, q, _ = spectrum.compose_symmetric(theta, eigenvalues)
+    assert torch.equal(weight, weight.mT)
+    found = torch.linalg.eigvalsh(weight.double())
+    wanted = eigenvalues.double().sort().values
+    assert (found - wanted).abs().max() <= 10 * n * EPS[torch.float32]
+
+
+def test_tensor_float_32_is_not_used():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        matrix, eigenvalues = draw((2,), 64)
+        weight = spectrum.compose_symmetric(matrix.detach(), eigenvalues.detach())[0]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(weight, spectrum.compose_symmetric(matrix.detach(), eigenvalues.detach())[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestGradientsOfSolvers:
+    """The same as the CPU kernels', which have tests of their own."""
+
+    def check(self, ours, theirs, dtype, scale=1.0):
+        size = theirs.abs().max().clamp(min=1)
+        assert (ours - theirs).abs().max() <= 100 * scale * EPS[dtype] * size
+
+    @pytest.mark.parametrize("n", [1, 2, 7, 40])
+    def test_eigh(self, cpu_kernels, dtype, n):
+        generator = torch.Generator().manual_seed(0)
+        spectrum_of = torch.linspace(-2, 2, n, dtype=torch.float64)
+        a = torch.stack([symmetric.with_eigenvalues(spectrum_of, generator) for _ in range(3)]).to(dtype)
+        a[1] = math.nan
+        values, vectors, info = torch.ops.overtone.eigh_ex(a, False, True)
+        grad_values, grad_vectors = randn(3, n, dtype=dtype), randn(3, n, n, dtype=dtype)
+        for grads in ((grad_values, grad_vectors), (grad_values, None), (None, grad_vectors)):
+            ours, pair = eigh_backward(*grads, values, vectors, info)
+            theirs, their_pair = torch.ops.overtone.eigh_backward(*grads, values, vectors, info)
+            self.check(ours, theirs, dtype, n)
+            assert torch.equal(pair, their_pair) and (ours[1] == 0).all()
+
+    def test_eigh_at_equal_eigenvalues(self, cpu_kernels, dtype):
+        """A function of A has a gradient there, a choice of basis has none, and eigenvalues alone always do."""
+        generator = torch.Generator().manual_seed(0)
+        a = symmetric.with_eigenvalues(torch.tensor([1.0, 1, 1, 2, 2, 3]), generator).to(dtype)[None].repeat(3, 1, 1)
+        values, vectors, info = torch.ops.overtone.eigh_ex(a, False, True)
+        weight = symmetric.symmetrized(randn(3, 6, 6)).to(dtype)
+        grad_vectors = 2 * weight @ vectors * values.exp()[..., None, :]
+        grad_values = (vectors * (weight @ vectors)).sum(-2) * values.exp()
+        grad_vectors[1] = randn(6, 6, dtype=dtype, seed=5)
+        grad_vectors[2] = 0
+        ours, pair = eigh_backward(grad_values, grad_vectors, values, vectors, info)
+        theirs, their_pair = torch.ops.overtone.eigh_backward(grad_values, grad_vectors, values, vectors, info)
+        assert torch.equal(pair >= 0, their_pair >= 0) and pair[:, 0].ge(0).tolist() == [False, True, False]
+        self.check(ours[[0, 2]], theirs[[0, 2]], dtype, 6)
+
+    @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (6, 6), (9, 4), (40, 40)])
+    def test_qr(self, cpu_kernels, dtype, rows, columns):
+        a = randn(3, rows, columns, dtype=dtype) + 4 * torch.eye(rows, columns, dtype=dtype)
+        a[1] = math.nan
+        q, r, _ = torch.ops.overtone.qr(a, False, True)
+        grad_q, grad_r = randn(3, rows, columns, dtype=dtype), randn(3, columns, columns, dtype=dtype)
+        for grads in ((grad_q, grad_r), (grad_q, None), (None, grad_r)):
+            theirs = torch.ops.overtone.qr_backward(*grads, q, r)
+            self.check(qr_backward(*grads, q, r), theirs, dtype, columns)
+
+    def test_no_host_wait(self, dtype):
+        with FakeTensorMode():
+            a, v, info = torch.empty(2, 5, 5, dtype=dtype), torch.empty(2, 5, dtype=dtype), torch.empty(2).int()
+            grad, pair = eigh_backward(v, a, v, a, info)
+            assert grad.shape == a.shape and pair.shape == (2, 2)
+            assert qr_backward(a, a, a, a).shape == a.shape

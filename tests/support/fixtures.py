@@ -1,0 +1,102 @@
+"""Fixtures, loaded by tests/conftest.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from overtone import _extension
+from overtone.benchmarks.harness import machine, timing
+from overtone.benchmarks.harness.case import Call
+from overtone.ops.basis import BasisCache
+from support import cuda_emulator as host_cuda_kernels
+
+ISA_LEVELS = ("baseline", "avx2", "avx512")
+
+
+@pytest.fixture
+def poisoned_empty():
+    """Every torch.empty, of C++ too, comes back full of NaN: memory that a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # with it torch fills uninitialised memory (its default for that mode)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=ISA_LEVELS)
+def isa_level(request) -> str:
+    """Runs the test once per instruction set; `last_kernel()` of the extension then tells which one really ran."""
+    native = _extension.native
+    if native is None:
+        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+    if request.param not in native.available_isas():
+        pytest.skip(f"this machine has no {request.param}")
+    before = native.isa()
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+
+
+@pytest.fixture
+def cpu_kernels():
+    """The extension module; skips where it was not built."""
+    if _extension.native is None:
+        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+    return _extension.native
+
+
+@pytest.fixture
+def one_thread():
+    """Small models are slower with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def factorisations(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the bases that were factorised."""
+    shapes: list[tuple[int, ...]] = []
+    store = BasisCache.store
+
+    def noting(name, kind, matrix, *args):
+        shapes.append(tuple(matrix.shape))
+        store(name, kind, matrix, *args)
+
+    monkeypatch.setattr(BasisCache, "store", staticmethod(noting))
+    return shapes
+
+
+@pytest.fixture(scope="session")
+def host_cuda() -> host_cuda_kernels.HostCuda:
+    """The CUDA kernels, run on the host."""
+    return host_cuda_kernels.HostCuda(host_cuda_kernels.load_module())
+
+
+@pytest.fixture
+def undisturbed_machine(monkeypatch):
+    """These tests share the machine with whatever else runs on it; what they assert must not depend on that."""
+    monkeypatch.setattr(machine, "ForeignLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
+    monkeypatch.setattr(machine, "matmul_peak", lambda seconds, device: 1e11)
+    monkeypatch.setattr(machine, "line_round_trip", lambda: 5e-8)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that only `clock.sleep` advances; plain passes over memory take half a second of it or four."""
+    fake = SimpleNamespace(now=0.0)
+    fake.perf_counter = lambda: fake.now
+
+    def sleep(seconds: float) -> None:
+        fake.now += seconds
+
+    fake.sleep = sleep
+    monkeypatch.setattr(timing, "time", fake)
+    probes = {"slow": Call(lambda _: sleep(4.0)), "fast": Call(lambda _: sleep(0.5))}
+    monkeypatch.setattr(machine, "memory_probes", lambda limit, size, device: probes)
+    return fake

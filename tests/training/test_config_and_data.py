@@ -1,0 +1,324 @@
+"""Configuration, keyed random numbers, data, augmentation and recipe of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import tarfile
+
+import pytest
+import torch
+from support import runs
+
+from overtone import cli, training
+from overtone.training import DataError, TrainConfig, cifar, load_data, rng
+from overtone.training.augment import augmented
+from overtone.training.cifar import PIXELS, Cifar, File
+from overtone.training.optim import WeightAverage, learning_rate, optimizer_of
+
+
+def test_the_configuration_survives_json(tmp_path):
+    config = TrainConfig(regime="smooth", depth=3, norm_sign=-1, ema=0.5)
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert TrainConfig.from_json(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": "mnist"}, "data: got 'mnist', wanted one of digits, cifar10, cifar100, folder"),
+        ({"depth": 0}, "depth: got 0, wanted a number of at least 1"),
+        ({"depth": 2.0}, "depth: got 2.0, wanted int"),
+        ({"flip": 1}, "flip: got 1, wanted bool"),
+        ({"ema": 1.0}, "ema: got 1.0, wanted a number of at least 0 and below 1"),
+        ({"learning_rate": float("nan")}, "learning_rate: got nan"),
+        ({"fraction": 0.0}, "fraction: got 0.0, wanted more than 0"),
+        ({"heads": 2}, "heads: can only be given together with dim"),
+        ({"learning_rat": 1}, "no field 'learning_rat'; did you mean 'learning_rate'?"),
+    ],
+)
+def test_a_wrong_field_is_named(values, message):
+    with pytest.raises(training.ConfigError, match=f"^here: {message.replace('?', '[?]')}"):
+        TrainConfig.from_dict(values, "here")
+
+
+@pytest.mark.parametrize("value", [torch.zeros(10**5), [0.5] * 10**5, {1: list(range(10**5))}, "x\n" * 10**5])
+def test_an_array_in_a_field_is_not_printed(value):
+    for field in dataclasses.fields(TrainConfig):
+        if isinstance(value, str) and field.name in ("data_dir", "regime", "method"):
+            continue  # text is what they take; what it says is looked at later
+        with pytest.raises(training.ConfigError, match=f"^{field.name}: got ") as caught:
+            TrainConfig(**{field.name: value})
+        assert len(str(caught.value)) < 200 and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 10**5])
+def test_a_file_that_is_no_configuration_is_named(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(training.ConfigError, match="c.json"):
+        TrainConfig.from_json(tmp_path / "c.json")
+
+
+def test_every_field_is_a_flag_with_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')} " in text or f"--{field.name.replace('_', '-')}," in text
+        assert field.metadata["help"]
+
+
+def test_defaults_depend_on_the_data():
+    assert training.resolved(TrainConfig(data="digits")).patch_size == 2
+    assert training.resolved(TrainConfig(data="cifar10", patch_size=8)).patch_size == 8
+    assert training.resolved(TrainConfig(data="folder")).image_size == 224
+    with pytest.raises(training.ConfigError, match="image_size: got 16, wanted 8"):
+        training.resolved(TrainConfig(data="digits", image_size=16))
+    with pytest.raises(training.ConfigError, match="patch_size: got 3, wanted a divisor of image_size = 8"):
+        training.resolved(TrainConfig(data="digits", patch_size=3))
+
+
+def test_keyed_numbers_are_splitmix64():
+    """The first two numbers of the generator seeded with zero, as its author's program prints them."""
+    increment = rng._INCREMENT
+    assert int(rng.hashed(0)) % 2**64 == 0xE220A8397B1DCDAF
+    assert int(rng.hashed(increment)) % 2**64 == 0x6E789E6AA1B965F4
+
+
+def test_keyed_numbers_are_uniform_and_depend_on_every_key():
+    samples = torch.arange(10_000)
+    values = rng.uniform(1, 2, samples)
+    # The mean of n uniform numbers has a standard deviation of 1/√(12 n); six of them are not met by chance.
+    assert abs(values.mean() - 0.5) < 6 / (12 * len(samples)) ** 0.5
+    assert values.min() >= 0 and values.max() < 1
+    for other in (rng.uniform(2, 2, samples), rng.uniform(1, 3, samples), rng.uniform(2, 1, samples)):
+        correlation = torch.corrcoef(torch.stack((values, other)))[0, 1]
+        assert abs(correlation) < 6 / len(samples) ** 0.5
+    assert torch.equal(values[17:20], rng.uniform(1, 2, samples[17:20]))
+
+
+def test_a_permutation_has_every_number_once():
+    order = rng.permutation(1000, rng.ORDER, 5)
+    assert torch.equal(order.sort().values, torch.arange(1000))
+    assert not torch.equal(order, rng.permutation(1000, rng.ORDER, 6))
+
+
+def test_digits_are_split_evenly_and_the_same_for_every_seed():
+    data = load_data(TrainConfig(data="digits"))
+    assert len(data.train.labels) + len(data.test.labels) == 1797
+    assert torch.equal(data.test.labels.unique(), torch.arange(10))
+    shares = data.test.labels.bincount() / (data.test.labels.bincount() + data.train.labels.bincount())
+    assert (shares - 0.2).abs().max() < 0.5 / 150  # a class has about 180 images
+    again = load_data(TrainConfig(data="digits", seed=1))
+    everything = torch.arange(len(data.test.labels))
+    assert torch.equal(data.test.images(everything), again.test.images(everything))
+    pixels = data.info.normalise(data.train.images(torch.arange(len(data.train.labels))))
+    assert pixels.shape[1:] == (1, 8, 8)
+    assert abs(pixels.mean()) < 0.05 and abs(pixels.std() - 1) < 0.05
+
+
+def test_a_smaller_fraction_is_part_of_a_larger_one():
+    labels = torch.arange(1000) % 7
+    half, _ = training.data.stratified(labels, 0.5, rng.FRACTION)
+    tenth, rest = training.data.stratified(labels, 0.1, rng.FRACTION)
+    assert set(tenth.tolist()) < set(half.tolist())
+    assert len(tenth) == 98 and len(rest) == 902  # 14 of each of 7 classes of 142 or 143
+
+
+LABEL_BYTES, IMAGES = 2, 3
+
+
+@pytest.fixture
+def small_cifar(tmp_path, monkeypatch) -> Cifar:
+    """The layout of CIFAR-100 with three images a file, as an archive in tmp_path."""
+    contents = {
+        name: bytes((7 * position + offset) % 251 for position in range(IMAGES * (LABEL_BYTES + PIXELS)))
+        for offset, name in enumerate(("train.bin", "test.bin"))
+    }
+    contents["names.txt"] = "\n".join(f"class{number}" for number in range(251)).encode()
+    with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as archive:
+        for name, content in contents.items():
+            member = tarfile.TarInfo(f"inside/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+    def described(content: bytes) -> File:
+        return File(len(content), hashlib.sha256(content).hexdigest())
+
+    small = cifar.CIFAR["cifar100"]._replace(
+        archive="archive.tar.gz",
+        archive_file=described((tmp_path / "archive.tar.gz").read_bytes()),
+        folder="inside",
+        train={"train.bin": described(contents["train.bin"])},
+        test={"test.bin": described(contents["test.bin"])},
+        names="names.txt",
+        classes=251,
+    )
+    monkeypatch.setitem(cifar.CIFAR, "cifar100", small)
+    return small
+
+
+def load_small(folder) -> training.Data:
+    return load_data(TrainConfig(data="cifar100", data_dir=str(folder)))
+
+
+def test_cifar_is_read_from_the_archive_and_from_the_folder(small_cifar, tmp_path):
+    packed = load_small(tmp_path)
+    assert packed.train.labels.tolist() == [7 * (1 + image * (LABEL_BYTES + PIXELS)) % 251 for image in range(IMAGES)]
+    image = packed.train.images(torch.tensor([1]))[0]
+    start = LABEL_BYTES + PIXELS + LABEL_BYTES
+    assert image[2, 31, 5] == 7 * (start + 2 * 1024 + 31 * 32 + 5) % 251  # planes of red, green and blue, row by row
+    with tarfile.open(tmp_path / "archive.tar.gz") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    for folder in (tmp_path / "unpacked", tmp_path / "unpacked" / "inside"):
+        unpacked = load_small(folder)
+        assert torch.equal(unpacked.train.images(torch.arange(3)), packed.train.images(torch.arange(3)))
+
+
+@pytest.mark.parametrize("damage", ["short", "changed"])
+@pytest.mark.parametrize("file", ["archive.tar.gz", "train.bin"])
+def test_damaged_cifar_is_refused_by_name(small_cifar, tmp_path, file, damage):
+    folder = tmp_path
+    if file == "train.bin":
+        folder = tmp_path / "unpacked"
+        with tarfile.open(tmp_path / "archive.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        folder /= "inside"
+    content = bytearray((folder / file).read_bytes())
+    content[100] ^= 1
+    (folder / file).write_bytes(content[:-1] if damage == "short" else content)
+    wanted = "bytes, wanted" if damage == "short" else "has SHA-256"
+    with pytest.raises(DataError, match=rf"damaged: .*{file} .*{wanted}.*https://www.cs.toronto.edu"):
+        load_small(folder)
+
+
+def test_missing_data_says_what_and_where_from(tmp_path):
+    with pytest.raises(DataError, match=r"missing: .*cifar-10-binary.tar.gz.*https://www.cs.toronto.edu"):
+        load_data(TrainConfig(data="cifar10", data_dir=str(tmp_path)))
+    with pytest.raises(DataError, match="data_dir is not given"):
+        load_data(TrainConfig(data="cifar10"))
+    with pytest.raises(DataError, match=f"missing: {tmp_path}/nowhere"):
+        load_data(TrainConfig(data="folder", data_dir=f"{tmp_path}/nowhere"))
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Ten images of each of two classes, of one colour each."""
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
+    for number in range(20):
+        folder = tmp_path / "data" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (12, 9), (number, 2 * number, 255)).save(folder / f"{number:02d}.png")
+    return tmp_path / "data"
+
+
+def test_a_folder_is_read_class_by_class(photographs):
+    data = load_data(TrainConfig(data="folder", data_dir=str(photographs), image_size=8, patch_size=4))
+    assert data.info.classes == ["cat", "dog"]
+    assert (len(data.train.labels), len(data.test.labels)) == (16, 4)
+    batches = list(data.train.batches([torch.tensor([0, 15]), torch.tensor([8])]))
+    assert [batch.shape for batch in batches] == [(2, 3, 8, 8), (1, 3, 8, 8)]
+    assert torch.equal(batches[1], data.train.images(torch.tensor([8])))
+    red = data.train.images(torch.arange(16))[:, 0, 0, 0]
+    assert (red % 2).tolist() == data.train.labels.tolist()  # even numbers are cats
+
+
+def test_a_folder_with_a_split_keeps_it(photographs, tmp_path):
+    (tmp_path / "both").mkdir()
+    photographs.rename(tmp_path / "both" / "train")
+    with pytest.raises(DataError, match="missing: .*/val"):
+        load_data(TrainConfig(data="folder", data_dir=f"{tmp_path}/both", image_size=8, patch_size=4))
+    for name in ("cat", "dog"):
+        (tmp_path / "both" / "val" / name).mkdir(parents=True)
+        source = next((tmp_path / "both" / "train" / name).iterdir())
+        source.rename(tmp_path / "both" / "val" / name / source.name)
+    data = load_data(TrainConfig(data="folder", data_dir=f"{tmp_path}/both", image_size=8, patch_size=4))
+    assert (len(data.train.labels), len(data.test.labels)) == (18, 2)
+
+
+def test_an_image_that_is_none_is_named(photographs):
+    (photographs / "cat" / "00.png").write_text("no image")
+    (photographs / "empty").mkdir()
+    with pytest.raises(DataError, match="empty has no image"):
+        load_data(TrainConfig(data="folder", data_dir=str(photographs)))
+    (photographs / "empty").rmdir()
+    data = load_data(TrainConfig(data="folder", data_dir=str(photographs), image_size=8, patch_size=4))
+    with pytest.raises(DataError, match="not a readable image: .*00.png"):
+        for images in (data.train, data.test):
+            images.images(torch.arange(len(images.labels)))
+
+
+def test_augmentation_does_not_depend_on_the_batch():
+    config = TrainConfig(shift=2, flip=True, crop=0.5)
+    images = torch.randint(0, 256, (16, 3, 12, 12), dtype=torch.uint8)
+    samples = torch.randperm(100)[:16]
+    together = augmented(images, samples, 3, config)
+    alone = torch.cat([augmented(images[i : i + 1], samples[i : i + 1], 3, config) for i in range(16)])
+    assert torch.equal(together, alone)
+    assert not torch.equal(together, augmented(images, samples, 4, config))
+
+
+def test_shifts_and_flips_move_pixels_and_nothing_else():
+    images = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5).expand(200, 1, 5, 5)
+    moved = augmented(images, torch.arange(200), 0, TrainConfig(shift=1, flip=True, crop=1.0))
+    padded = torch.nn.functional.pad(images[0, 0], (1, 1, 1, 1))
+    shifted = [padded[row : row + 5, column : column + 5] for row in range(3) for column in range(3)]
+    possible = {tuple(view.flatten().tolist()) for one in shifted for view in (one, one.flip(1))}
+    assert {tuple(image.flatten().tolist()) for image in moved} == possible  # all 18 of them occur
+
+
+def test_a_crop_of_everything_is_the_image_and_smaller_ones_are_inside():
+    images = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8).repeat(50, 3, 1, 1)
+    assert torch.equal(augmented(images, torch.arange(50), 0, TrainConfig(crop=1.0)), images)
+    cropped = augmented(images, torch.arange(50), 0, TrainConfig(crop=0.25))
+    # The image is a plane, v = 8 row + column: a crop of side s in [1/2, 1] is one with s times the slope.
+    slopes = (cropped[:, 0, 7, 4].float() - cropped[:, 0, 0, 4]) / (7 * 8)
+    assert slopes.min() >= 0.5 - 1 / 56 and slopes.max() <= 1 + 1 / 56
+    assert slopes.max() - slopes.min() > 0.3
+
+
+def test_the_learning_rate_rises_and_follows_half_a_cosine():
+    config = TrainConfig(epochs=10, warmup=2, learning_rate=1.0, final_learning_rate=0.1)
+    rates = [learning_rate(step, 5, config) for step in range(50)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == pytest.approx(1.0) and rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert learning_rate(0, 5, config.replace(warmup=0.0)) == 1.0
+
+
+def test_only_matrices_decay():
+    model = training.build_model(runs.TINY, load_data(runs.TINY).info)
+    decayed, others = optimizer_of(model, runs.TINY).param_groups
+    names = {id(value): name for name, value in model.named_parameters()}
+    assert others["weight_decay"] == 0 and decayed["weight_decay"] == runs.TINY.weight_decay
+    kept = {names[id(value)] for value in others["params"]}
+    assert {"pos_embed", "cls_token", "head.bias", "blocks.0.norm1.weight", "blocks.0.attn.spectrum.basis"} <= kept
+    assert "head.weight" in {names[id(value)] for value in decayed["params"]}
+    assert len(names) == len(decayed["params"]) + len(others["params"])
+
+
+def test_the_average_is_applied_and_taken_back_to_the_bit():
+    model = torch.nn.Linear(3, 2)
+    average = WeightAverage(model, 0.9)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+    average.update(step=10**6)
+    changed = model.weight.detach().clone()
+    with average.applied():
+        torch.testing.assert_close(model.weight, start + 0.1)
+    assert torch.equal(model.weight, changed)
+
+
+def test_bfloat16_that_would_crash_is_refused(monkeypatch, tmp_path):
+    from overtone.benchmarks.harness import machine
+
+    monkeypatch.setattr(machine, "bf16_matmul_works", lambda: False)
+    with pytest.raises(training.ConfigError, match="ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        training.train(runs.TINY.replace(precision="bfloat16", device="cpu"), tmp_path / "run")
+
+
+def test_json_is_what_the_file_holds():
+    assert json.loads(TrainConfig().to_json()) == TrainConfig().to_dict()
