@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone import _extension
+from overtone import hardware
 from overtone.benchmarks.harness.case import MODES, Case, InFloat32, with_compiled
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
@@ -79,7 +79,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
 
 
 def _runs_on_tiles(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and _extension.native is not None and _extension.native.isa().startswith("amx")
+    return dtype == torch.bfloat16 and (hardware.isa() or "").startswith("amx")
 
 
 def _measures(dtype: torch.dtype) -> dict[str, str]:

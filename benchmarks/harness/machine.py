@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from overtone import _extension
+from overtone import hardware
 from overtone.benchmarks.harness.case import Call, synchronized
 
 # CPUs that other processes may use before a measurement counts as disturbed: 6 % of one.
@@ -67,16 +64,6 @@ def foreign_cpus(seconds: float = 1.0) -> float | None:
     return load.cpus()
 
 
-def line_round_trip() -> float | None:
-    """Seconds that a cache line takes from one of torch's threads to another and back; None where that is unknown.
-
-    On a virtual machine it changes while a process runs, as the host moves the virtual CPUs: those that share a
-    third-level cache are several times nearer to each other, and what waits for other threads is faster there.
-    """
-    seconds = _extension.native.line_round_trip() if _extension.native else math.nan
-    return None if math.isnan(seconds) else seconds
-
-
 def memory_probes(limit: str, size: int, device: str = "cpu") -> dict[str, Call]:
     """Plain passes over `size` bytes: the fastest of them is the bandwidth that a case of that traffic can have."""
 
@@ -108,20 +95,6 @@ def matmul_peak(seconds: float = 0.5, device: str = "cpu") -> float:
         product.results()
         samples.append(time.perf_counter() - start)
     return 2 * size**3 / min(samples)
-
-
-@functools.lru_cache(maxsize=1)
-def bf16_matmul_works() -> bool:
-    """Whether bfloat16 matrix products run in this environment: on some virtual machines oneDNN dies in them.
-
-    Tried in a child process, which may die. Setting ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported
-    keeps oneDNN off the instructions at fault.
-    """
-    script = (
-        "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); "
-        "assert (a @ a == 256).all() and (torch.nn.functional.linear(a, a) == 256).all()"
-    )
-    return subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
 def _cpu_name() -> str:
@@ -164,7 +137,7 @@ def describe() -> dict[str, object]:
         "cpu": _cpu_name(),
         "cpus": os.cpu_count(),
         "system": platform.platform(),
-        "isa": _extension.native.isa() if _extension.native else None,
+        "isa": hardware.isa(),
         "threads": torch.get_num_threads(),
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "versions": {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import overtone as ot
+from overtone import hardware
 from overtone.benchmarks.harness import machine, memory
 from overtone.benchmarks.harness.backends import device_of, moved, placed
 from overtone.benchmarks.harness.case import (
@@ -187,7 +188,7 @@ def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: floa
 def _run_case(case: Case, plan: Plan, compiled: bool, matmul_peak: float | None) -> Result:
     if compiled:
         torch.compiler.reset()  # or the compiler's limit of variants per function is reached after a few cases
-    if case.limit == "matmul" and case.dtype == torch.bfloat16 and not machine.bf16_matmul_works():
+    if case.limit == "matmul" and case.dtype == torch.bfloat16 and not hardware.bf16_matmul_works():
         return Result(case, {OURS: Check.failed(BF16_WAY_OUT)})
     try:
         trial = Trial(case)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from overtone import hardware
 from overtone.benchmarks.harness import machine
 from overtone.benchmarks.harness.case import Call
 
@@ -74,7 +75,7 @@ def time_slice(call: Call, seconds: float) -> list[float]:
 
 def _run_round(calls: Mapping[str, Call], slice_seconds: float) -> _Round:
     load = machine.ForeignLoad()
-    round_trip = machine.line_round_trip()
+    round_trip = hardware.thread_latency()
     seconds = {name: time_slice(call, slice_seconds) for name, call in calls.items()}
     return _Round(seconds, machine.is_disturbed(load.cpus()), round_trip)
 

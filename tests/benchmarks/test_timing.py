@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.benchmark_cases import PLAN, case, run, square, taking
 
+from overtone import hardware
 from overtone.benchmarks.harness import machine, report, runner, timing
 from overtone.benchmarks.harness.case import Call
 
@@ -103,7 +104,7 @@ def test_figures_of_a_busy_machine_are_marked(clock, monkeypatch):
 )
 def test_the_way_between_threads_is_said_beside_the_figures(clock, monkeypatch, seconds, text):
     trips = iter(seconds)
-    monkeypatch.setattr(machine, "line_round_trip", lambda: next(trips))
+    monkeypatch.setattr(hardware, "thread_latency", lambda: next(trips))
     outcome = run(case(ours=taking(clock, 1.0), targets={"reference": 2.0}))
     (row,) = [line for line in report.table(outcome).splitlines() if "2x reference: missed" in line]
     assert text in row
@@ -113,7 +114,7 @@ def test_the_way_between_threads_is_said_beside_the_figures(clock, monkeypatch, 
 # The machine. These need the real ones.
 
 RealForeignLoad = machine.ForeignLoad
-real_line_round_trip = machine.line_round_trip
+real_thread_latency = hardware.thread_latency
 
 
 @pytest.mark.parametrize(("busy", "own", "wanted"), [(1.5, 1.5, 0.0), (1.5, 0.5, 0.5), (0.51, 0.5, 0.0)])
@@ -150,7 +151,7 @@ def test_a_line_goes_from_thread_to_thread_and_back(threads, cpu_kernels):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("this process has one CPU")
     threads(2)
-    tries = (real_line_round_trip() for _ in range(400))  # others may use the CPUs at the time
+    tries = (real_thread_latency() for _ in range(400))  # others may use the CPUs at the time
     trip = next((trip for trip in tries if trip is not None), None)
     assert trip is not None and 1e-9 < trip < 1e-4
 
@@ -158,7 +159,7 @@ def test_a_line_goes_from_thread_to_thread_and_back(threads, cpu_kernels):
 def test_one_thread_has_nobody_to_send_a_line_to(threads, cpu_kernels):
     threads(1)
     assert math.isnan(cpu_kernels.line_round_trip())
-    assert real_line_round_trip() is None
+    assert real_thread_latency() is None
 
 
 def test_without_proc_stat_idleness_is_unknown_and_said(monkeypatch):
@@ -174,11 +175,11 @@ def test_bf16_probe_survives_a_crash(monkeypatch, tmp_path, script, works):
     executable = tmp_path / "python"
     executable.write_text(f"#!/bin/sh\n{script}\n")
     executable.chmod(0o755)
-    monkeypatch.setattr(machine.sys, "executable", str(executable))
-    assert machine.bf16_matmul_works.__wrapped__() is works
+    monkeypatch.setattr(hardware.sys, "executable", str(executable))
+    assert hardware.bf16_matmul_works.__wrapped__() is works
 
 
 def test_bf16_products_that_would_kill_the_process_are_not_run(monkeypatch):
-    monkeypatch.setattr(machine, "bf16_matmul_works", lambda: False)
+    monkeypatch.setattr(hardware, "bf16_matmul_works", lambda: False)
     outcome = run(case(dtype=torch.bfloat16, limit="matmul"))
     assert not outcome.passed and "ONEDNN_MAX_CPU_ISA" in report.table(outcome)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overtone import _extension
+from overtone import _extension, hardware
 from overtone.benchmarks.harness import machine, timing
 from overtone.benchmarks.harness.case import Call
 from overtone.ops.basis import BasisCache
@@ -83,7 +83,7 @@ def undisturbed_machine(monkeypatch):
     """These tests share the machine with whatever else runs on it; what they assert must not depend on that."""
     monkeypatch.setattr(machine, "ForeignLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
     monkeypatch.setattr(machine, "matmul_peak", lambda seconds, device: 1e11)
-    monkeypatch.setattr(machine, "line_round_trip", lambda: 5e-8)
+    monkeypatch.setattr(hardware, "thread_latency", lambda: 5e-8)
 
 
 @pytest.fixture

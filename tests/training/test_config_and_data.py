@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import runs
 
-from overtone import cli, training
+from overtone import cli, hardware, training
 from overtone.training import DataError, TrainConfig, cifar, load_data, rng
 from overtone.training.augment import augmented
 from overtone.training.cifar import PIXELS, Cifar, File
@@ -313,9 +313,7 @@ def test_the_average_is_applied_and_taken_back_to_the_bit():
 
 
 def test_bfloat16_that_would_crash_is_refused(monkeypatch, tmp_path):
-    from overtone.benchmarks.harness import machine
-
-    monkeypatch.setattr(machine, "bf16_matmul_works", lambda: False)
+    monkeypatch.setattr(hardware, "bf16_matmul_works", lambda: False)
     with pytest.raises(training.ConfigError, match="ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
         training.train(runs.TINY.replace(precision="bfloat16", device="cpu"), tmp_path / "run")
 

@@ -13,8 +13,7 @@ import torch
 from support import runs
 from torch._dynamo import lookup_backend
 
-from overtone import cli, training
-from overtone.benchmarks.harness import machine
+from overtone import cli, hardware, training
 from overtone.training import CheckpointError, checkpoint, load_model, logging, train
 from overtone.training.config import field_types
 from overtone.training.optim import learning_rate
@@ -120,7 +119,7 @@ def test_parts_of_a_step_and_recomputing_change_nothing(tmp_path):
 
 
 def test_bfloat16_trains(tmp_path):
-    if not machine.bf16_matmul_works():
+    if not hardware.bf16_matmul_works():
         pytest.skip("bfloat16 matrix products crash on this CPU")
     result = train(QUICK.replace(precision="bfloat16"), tmp_path, progress=False)
     plain = train(QUICK, tmp_path / "plain", progress=False)

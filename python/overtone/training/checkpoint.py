@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import hashlib
 import json
-import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overtone._files import replace_atomically
 from overtone.training.errors import CheckpointError, one_line, reason
 from overtone.training.optim import WeightAverage
 
@@ -65,26 +65,13 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A draft to write to, which takes the file's place once all of it is on the disk."""
     from safetensors import SafetensorError
 
-    draft = path.with_name(f".{path.name}.draft")
     try:
-        yield draft
-        _flush(draft)
-        os.replace(draft, path)
-        _flush(path.parent)
+        with replace_atomically(path) as draft:
+            yield draft
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)  # a part of a file would only fill the disk
         said = reason(error) if isinstance(error, OSError) else one_line(error)
         before = "; the one before it is whole" if path.is_file() else ""
         raise CheckpointError(f"{path}: cannot be written: {said}{before}") from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def check_precision(config: TrainConfig, device: torch.device) -> None:
     if config.precision != "bfloat16":
         return
     if device.type == "cpu":
-        from overtone.benchmarks.harness.machine import bf16_matmul_works
+        from overtone.hardware import bf16_matmul_works
 
         if not bf16_matmul_works():
             raise ConfigError(
