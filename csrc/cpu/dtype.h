@@ -1,8 +1,14 @@
 // The element types the CPU kernels read and write. No torch header: kernels of every ISA level include it.
 #pragma once
 
+#include <cstdint>
+
 namespace overtone {
 
 enum class ElementType { float32, float64, bfloat16, float16 };
+
+inline __attribute__((always_inline)) int64_t bytes_of(ElementType type) {
+  return type == ElementType::float64 ? 8 : type == ElementType::float32 ? 4 : 2;
+}
 
 }  // namespace overtone

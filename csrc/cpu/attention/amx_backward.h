@@ -75,7 +75,7 @@ class TileBackwardWorker {
   }
 
  private:
-  void store_gradient(const HeadTensor& out, const float* sums, int64_t token, int64_t count, double scale) const {
+  void store_gradient(const StridedHeads& out, const float* sums, int64_t token, int64_t count, double scale) const {
     if (out.data != nullptr) {
       unpack_rows(sums, output_ld_, count, shape_.width, static_cast<float>(scale),
                   head_rows(out, call_.type, image_, head_, token));

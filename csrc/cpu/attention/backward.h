@@ -111,7 +111,7 @@ class BackwardWorker {
   KeyColumns<A> value_columns(int64_t count) const { return {values_across_, count, shape_.width, has_one_block()}; }
 
   // Whether products can write a gradient themselves.
-  bool is_direct(const HeadTensor& out) const {
+  bool is_direct(const StridedHeads& out) const {
     constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
     return call_.type == kType && out.width_stride == 1 && shape_.width == padded_width_;
   }
@@ -154,7 +154,7 @@ class BackwardWorker {
     finish(call_.grad_value, grad_values_, key, count, A{1}, is_unseen);
   }
 
-  void finish(const HeadTensor& out, A* sums, int64_t key, int64_t count, A scale, bool is_unseen) const {
+  void finish(const StridedHeads& out, A* sums, int64_t key, int64_t count, A scale, bool is_unseen) const {
     if (out.data == nullptr || (is_direct(out) && !is_unseen)) {
       return;
     }
@@ -237,7 +237,7 @@ class BackwardWorker {
   // One part of a gradient, added to `sums`; the last part goes to rows of `out` from `token` on where it can.
   template <Operand kOperand>
   void add_product(bool is_first, bool is_last, int64_t rows, int64_t depth, const A* a, int64_t lda,
-                   const ProductRows<A>& b, A* sums, const HeadTensor& out, int64_t token, A scale) const {
+                   const ProductRows<A>& b, A* sums, const StridedHeads& out, int64_t token, A scale) const {
     const int vectors = static_cast<int>(padded_width_ / kLanes<A>);
     if (is_last && is_direct(out)) {
       const MatrixRows target = head_rows(out, call_.type, image_, head_, token);

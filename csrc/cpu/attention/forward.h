@@ -20,7 +20,7 @@ int64_t key_block(int64_t keys, int64_t most) {
 }
 
 // The rows of one image's head from `token` on.
-inline MatrixRows head_rows(const HeadTensor& tensor, ElementType type, int64_t image, int64_t head, int64_t token) {
+inline MatrixRows head_rows(const StridedHeads& tensor, ElementType type, int64_t image, int64_t head, int64_t token) {
   const int64_t offset = image * tensor.batch_stride + head * tensor.head_stride + token * tensor.token_stride;
   return {type, static_cast<char*>(tensor.data) + offset * bytes_of(type), tensor.token_stride, tensor.width_stride};
 }

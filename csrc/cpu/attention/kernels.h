@@ -25,45 +25,6 @@ OVERTONE_INLINE void for_type(ElementType type, const F& f) {
   }
 }
 
-template <class A>
-void pack_weight_panels(const WeightPacking& call, WorkQueue& queue) {
-  const int vectors = vectors_of<A>(call.columns);
-  const MatrixRows source{call.type, const_cast<void*>(call.data), call.row_stride, call.column_stride};
-  const int widest = next_tile_width(vectors);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
-    // All panels but the first few have the width of the one before; finding one by counting is cheap beside packing
-    // it.
-    int first = 0;
-    int width = widest;
-    for (int64_t panel = 0; panel < item; ++panel) {
-      first += width;
-      width = next_tile_width(vectors - first);
-    }
-    const int64_t column = first * kLanes<A>;
-    pack_panel<A>(source, call.rows, column, std::min<int64_t>(width * kLanes<A>, call.columns - column),
-                  static_cast<const A*>(call.row_scale), static_cast<const A*>(call.column_scale), width,
-                  static_cast<A*>(call.packed) + column * call.rows);
-  }
-}
-
-inline int64_t packed_size(const WeightPacking& call) {
-  return call.rows * padded_to(call.columns, call.type == ElementType::float64 ? kLanes<double> : kLanes<float>);
-}
-
-inline int64_t panels(const WeightPacking& call) {
-  const int lanes = call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
-  int left = static_cast<int>(padded_to(call.columns, lanes) / lanes);
-  int64_t count = 0;
-  for (; left > 0; ++count) {
-    left -= next_tile_width(left);
-  }
-  return count;
-}
-
-inline void pack_weight(const WeightPacking& call, WorkQueue& queue) {
-  call.type == ElementType::float64 ? pack_weight_panels<double>(call, queue) : pack_weight_panels<float>(call, queue);
-}
-
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   for_type(call.type, [&](auto element) {
     ForwardWorker<decltype(element)> worker(call);
@@ -102,9 +63,7 @@ extern const AttentionKernels attention_kernels = {
     .level = OVERTONE_LEVEL_NAME,
     .uses_tiles = false,
     .feature_block = kFeatureBlock,
-    .packed_size = &packed_size,
-    .panels = &panels,
-    .pack_weight = &pack_weight,
+    .packing = panel_packing,
     .attention_forward = &attention_forward,
     .heads_backward = &heads_backward,
     .basis_backward = &basis_backward,

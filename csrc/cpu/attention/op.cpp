@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "cpu/frequency/norms.h"
+#include "cpu/gemm/packed.h"
 #include "cpu/isa/isa.h"
 #include "cpu/tensor.h"
 
@@ -58,7 +59,7 @@ struct Inputs : AttentionInputs {
     mask = mask_of(attn_mask, is_causal);
   }
 
-  static HeadTensor head_tensor(const Tensor& x) {
+  static StridedHeads head_tensor(const Tensor& x) {
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
   }
 
@@ -82,25 +83,14 @@ struct Inputs : AttentionInputs {
   }
 };
 
-Tensor packed_weight(const AttentionKernels& run, WeightPacking packing, const Tensor& like, ScalarType statistics) {
-  const std::vector<int64_t> size{run.packed_size(packing)};
-  Tensor packed = allocated(like, size, statistics);
-  packing.packed = packed.data_ptr();
-  for_items(run.panels(packing), [&](WorkQueue& queue) { run.pack_weight(packing, queue); });
-  return packed;
-}
-
 // All tokens' gradients as the right operand of a product of tiles.
 std::optional<Tensor> packed_gradient(const AttentionKernels& run, const AttentionShape& shape, const void* grad,
                                       const Tensor& like) {
-  WeightPacking packing;
-  packing.rows = shape.batch * shape.queries;
+  PanelPacking packing;
+  packing.source = {ElementType::float32, const_cast<void*>(grad), shape.channels, 1};
+  packing.depth = shape.batch * shape.queries;
   packing.columns = shape.channels;
-  packing.data = grad;
-  packing.type = ElementType::float32;
-  packing.row_stride = shape.channels;
-  packing.column_stride = 1;
-  return packed_weight(run, packing, like, ScalarType::Float);
+  return packed(run.packing, packing, like, ScalarType::Float);
 }
 
 // Queries of one item: whole images where there are enough of them, else as few as give every thread two items.
@@ -155,15 +145,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   Tensor heads = allocate(need_backward, {shape.batch, shape.queries, shape.features()});
   Tensor softmax_rows = allocate(need_backward, {shape.batch, shape.heads, shape.queries, 2});
 
-  WeightPacking packing;  // diag(λ) U
-  packing.rows = shape.features();
+  PanelPacking packing;  // diag(λ) U
+  packing.source = {in.type, basis.data_ptr(), basis.stride(0), basis.stride(1)};
+  packing.depth = shape.features();
   packing.columns = shape.channels;
-  packing.data = basis.data_ptr();
-  packing.type = in.type;
-  packing.row_stride = basis.stride(0);
-  packing.column_stride = basis.stride(1);
   packing.row_scale = eigenvalues.data_ptr();
-  const Tensor weight = packed_weight(run, packing, query, in.statistics);
+  const Tensor weight = packed(run.packing, packing, query, in.statistics);
 
   AttentionForward attention{in};
   attention.query_block = query_block(shape, run.uses_tiles ? 32 : 8);
@@ -278,15 +265,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     for_items(backward.items(), [&](WorkQueue& queue) { run.basis_backward(backward, queue); });
   }
   if ((needs & (kQuery | kKey | kValue | kMask)) != 0) {
-    WeightPacking packing;  // Uᵀ diag(λ)
-    packing.rows = shape.channels;
+    PanelPacking packing;  // Uᵀ diag(λ)
+    packing.source = {in.type, basis.data_ptr(), basis.stride(1), basis.stride(0)};
+    packing.depth = shape.channels;
     packing.columns = shape.features();
-    packing.data = basis.data_ptr();
-    packing.type = in.type;
-    packing.row_stride = basis.stride(1);
-    packing.column_stride = basis.stride(0);
     packing.column_scale = eigenvalues.data_ptr();
-    const Tensor weight = packed_weight(run, packing, query, in.statistics);
+    const Tensor weight = packed(run.packing, packing, query, in.statistics);
     Tensor grad_heads = allocated(query, sizes_of(heads), run.uses_tiles ? in.scalar_type : in.statistics);
     HeadsBackward projection;
     projection.shape = shape;
@@ -301,7 +285,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     attention.softmax_rows = softmax_rows.data_ptr();
     attention.grad_heads = grad_heads.data_ptr();
     const auto gradient = [&](int64_t need, const Tensor& tensor) {
-      return (needs & need) != 0 ? Inputs::head_tensor(tensor) : HeadTensor{};
+      return (needs & need) != 0 ? Inputs::head_tensor(tensor) : StridedHeads{};
     };
     attention.grad_query = gradient(kQuery, grads.query);
     attention.grad_key = gradient(kKey, grads.key);

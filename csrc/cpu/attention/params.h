@@ -7,8 +7,9 @@
 
 #include <cstdint>
 
-#include "cpu/dtype.h"
 #include "cpu/frequency/params.h"
+#include "cpu/gemm/params.h"
+#include "cpu/strided.h"
 #include "cpu/work_queue.h"
 
 namespace overtone {
@@ -22,15 +23,6 @@ struct AttentionShape {
   int64_t channels = 0;  // of y
 
   int64_t features() const { return heads * width; }
-};
-
-// A tensor [batch, heads, tokens, width] with any strides, in elements.
-struct HeadTensor {
-  void* data = nullptr;
-  int64_t batch_stride = 0;
-  int64_t head_stride = 0;
-  int64_t token_stride = 0;
-  int64_t width_stride = 0;
 };
 
 // Added to the logits (bias), or which keys take part (flags), broadcast by strides of 0 to [batch, heads, queries,
@@ -55,7 +47,7 @@ constexpr int64_t kTileFeatureBlock = 32;  // where the kernels use tiles
 struct AttentionInputs {
   AttentionShape shape;
   ElementType type;
-  HeadTensor query, key, value;
+  StridedHeads query, key, value;
   AttentionMask mask;
   double scale = 1;
 };
@@ -65,7 +57,7 @@ struct AttentionInputs {
 // large.)
 struct AttentionForward : AttentionInputs {
   int64_t query_block = 0;         // queries of one item
-  const void* weight = nullptr;    // diag(λ) U, packed by pack_weight
+  const void* weight = nullptr;    // diag(λ) U, in panels
   const void* residual = nullptr;  // [batch, queries, channels] with strides, or null
   int64_t residual_strides[3] = {0, 0, 0};
   void* y = nullptr;                    // contiguous, of `type`
@@ -86,7 +78,7 @@ struct HeadsBackward {
   AttentionShape shape;
   bool is_float64 = false;
   const void* grad_y = nullptr;  // [batch, queries, channels] contiguous, of the statistics' type
-  const void* weight = nullptr;  // Uᵀ diag(λ), packed by pack_weight
+  const void* weight = nullptr;  // Uᵀ diag(λ), in panels
   void* grad_heads = nullptr;    // [batch, queries, features], of the statistics' type; with tiles bfloat16
 
   int64_t items() const { return (shape.batch * shape.queries + kTokenBlock - 1) / kTokenBlock; }
@@ -98,7 +90,7 @@ struct BasisBackward {
   ElementType type;  // of the basis
   int64_t feature_block = kFeatureBlock;
   const void* grad_y = nullptr;
-  const void* packed_grad = nullptr;  // with tiles: grad_y, packed by pack_weight
+  const void* packed_grad = nullptr;  // with tiles: grad_y, in panels
   const void* heads = nullptr;
   const void* eigenvalues = nullptr;  // [features], of the statistics' type
   const void* basis = nullptr;        // [features, channels] with strides
@@ -114,32 +106,17 @@ struct AttentionBackward : AttentionInputs {
   const void* heads = nullptr;
   const void* softmax_rows = nullptr;
   const void* grad_heads = nullptr;  // as heads_backward left it
-  HeadTensor grad_query{}, grad_key{}, grad_value{};
+  StridedHeads grad_query{}, grad_key{}, grad_value{};
   void* grad_logits = nullptr;  // [batch, heads, queries, keys], of the statistics' type: only for a bias' gradient
 
   int64_t items() const { return shape.batch * shape.heads; }
-};
-
-// A matrix in the layout the projections read; `size` says how many elements that takes.
-struct WeightPacking {
-  int64_t rows = 0;
-  int64_t columns = 0;
-  const void* data = nullptr;  // of `type`
-  ElementType type;
-  int64_t row_stride = 0;
-  int64_t column_stride = 0;
-  const void* row_scale = nullptr;     // [rows] of the statistics' type, or null
-  const void* column_scale = nullptr;  // [columns]
-  void* packed = nullptr;
 };
 
 struct AttentionKernels {
   const char* level;
   bool uses_tiles;        // AMX's, for bfloat16 alone
   int64_t feature_block;  // features of one item of basis_backward
-  int64_t (*packed_size)(const WeightPacking&);
-  int64_t (*panels)(const WeightPacking&);  // items of pack_weight
-  void (*pack_weight)(const WeightPacking&, WorkQueue&);
+  PackingKernels packing;
   void (*attention_forward)(const AttentionForward&, WorkQueue&);
   void (*heads_backward)(const HeadsBackward&, WorkQueue&);
   void (*basis_backward)(const BasisBackward&, WorkQueue&);

@@ -4,29 +4,18 @@
 #include "cpu/gemm/microkernel.h"
 #include "cpu/gemm/pack.h"
 #include "cpu/matrix_batch.h"
+#include "cpu/simd/transpose.h"
 
 namespace overtone::OVERTONE_LEVEL {
 
 // Matrix `member` of a batch whose elements are of type A.
 template <class A>
-MatrixRows member_rows(const MatrixBatch& batch, int64_t member) {
+StridedMatrix member_rows(const MatrixBatch& batch, int64_t member) {
   const A* first = static_cast<const A*>(batch.data) + batch.offsets[member];
-  return {buffer_rows<A>(first, 0, 0).type, const_cast<A*>(first), batch.row_stride, batch.column_stride};
+  return {kDtype<A>, const_cast<A*>(first), batch.row_stride, batch.column_stride};
 }
 
-inline MatrixRows transposed(const MatrixRows& a) { return {a.type, a.data, a.column_stride, a.row_stride}; }
-
-// Packs rows [row, row + rows) and columns [column, column + columns) of `source`, whichever way it lies.
-template <class A>
-void pack_block(const MatrixRows& source, int64_t row, int64_t column, int64_t rows, int64_t columns, A* out,
-                int64_t ld) {
-  const MatrixRows block{source.type, source.at<A>(row, column), source.row_stride, source.column_stride};
-  if (source.row_stride == 1 && source.column_stride != 1) {
-    pack_columns(MatrixRows{block.type, block.data, block.column_stride, 1}, columns, rows, A{1}, out, ld);
-  } else {
-    pack_rows(block, rows, columns, A{1}, out, ld);
-  }
-}
+inline StridedMatrix transposed(const StridedMatrix& a) { return a.transposed(); }
 
 // Rows of a running sum. Longer sums are sums of such sums: they lose fewer digits, and that much of B stays in the
 // first-level cache for all rows of A.
@@ -47,10 +36,10 @@ struct SubtractFrom {
 template <class A>
 void multiply_in_parts(int64_t rows, int vectors, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, A* c,
                        int64_t ldc) {
-  gemm<A, Operand::rows>(rows, vectors, std::min(depth, kSumRows), a, lda, b, ldb, StoreTo<A>{c, ldc});
+  gemm<A, Operand::row_major>(rows, vectors, std::min(depth, kSumRows), a, lda, b, ldb, StoreTo<A>{c, ldc});
   for (int64_t k = kSumRows; k < depth; k += kSumRows) {
-    gemm<A, Operand::rows>(rows, vectors, std::min(depth - k, kSumRows), a + k, lda, b + k * ldb, ldb,
-                           AddTo<A>{c, ldc});
+    gemm<A, Operand::row_major>(rows, vectors, std::min(depth - k, kSumRows), a + k, lda, b + k * ldb, ldb,
+                                AddTo<A>{c, ldc});
   }
 }
 
@@ -72,11 +61,11 @@ constexpr int64_t multiply_scratch(int64_t rows, int64_t depth) {
 }
 
 // C = A · B, one panel of columns after the other. pack(column, columns, depth, out, ld) packs B's rows from `depth`
-// on; extent(column, columns) says what of C's panel is wanted; finish(row, column, sum) takes its vectors. Sums are
+// on; extent(column, columns) says what of C's panel is wanted; epilogue(row, column, sum) takes its vectors. Sums are
 // those of multiply_in_parts().
-template <class A, class Pack, class Bound, class Finish>
+template <class A, class Pack, class Bound, class Epilogue>
 void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* scratch, const Pack& pack,
-              const Bound& extent, const Finish& finish) {
+              const Bound& extent, const Epilogue& epilogue) {
   for (int64_t column = 0; column < columns; column += kPanelColumns<A>) {
     const int64_t width = std::min(kPanelColumns<A>, columns - column);
     const int64_t ld = padded_to(width, kLanes<A>);
@@ -92,12 +81,12 @@ void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* scratc
     if (before > 0) {
       multiply_in_parts<A>(rows, vectors, before, left, lda, panel, ld, sums, ld);
     }
-    gemm<A, Operand::rows>(rows, vectors, summands - before, left + before, lda, panel + before * ld, ld,
-                           [&](int64_t row, int v, Vector<A> sum) {
-                             const A* earlier = sums + row * ld + v * kLanes<A>;
-                             finish(part.row + row, column + v * kLanes<A>,
-                                    before > 0 ? sum + load_full(earlier) : sum);
-                           });
+    gemm<A, Operand::row_major>(rows, vectors, summands - before, left + before, lda, panel + before * ld, ld,
+                                [&](int64_t row, int v, Vector<A> sum) {
+                                  const A* partial = sums + row * ld + v * kLanes<A>;
+                                  epilogue(part.row + row, column + v * kLanes<A>,
+                                           before > 0 ? sum + load_full(partial) : sum);
+                                });
   }
 }
 

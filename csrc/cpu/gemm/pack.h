@@ -1,36 +1,16 @@
 // From tensors of any type and strides to the operands of products, and back.
 #pragma once
 
-#include "cpu/dtype.h"
 #include "cpu/gemm/microkernel.h"
+#include "cpu/gemm/params.h"
+#include "cpu/gemm/prefetch.h"
 #include "cpu/simd/scratch.h"
+#include "cpu/simd/transpose.h"
 #include "cpu/simd/vector.h"
 
 namespace overtone::OVERTONE_LEVEL {
 
-// Rows of a matrix in memory: any element type, any strides.
-struct MatrixRows {
-  ElementType type;
-  void* data;
-  int64_t row_stride;
-  int64_t column_stride;
-
-  template <class T>
-  T* at(int64_t row, int64_t column) const {
-    return static_cast<T*>(data) + row * row_stride + column * column_stride;
-  }
-};
-
-inline int64_t bytes_of(ElementType type) {
-  return type == ElementType::float64 ? 8 : type == ElementType::float32 ? 4 : 2;
-}
-
-// Rows of a contiguous buffer of the statistics' type.
-template <class A>
-MatrixRows buffer_rows(const void* data, int64_t offset, int64_t row_stride) {
-  constexpr ElementType type = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
-  return {type, const_cast<A*>(static_cast<const A*>(data)) + offset, row_stride, 1};
-}
+using MatrixRows = StridedMatrix;  // the old name: it goes when the last caller has the new one
 
 // Calls f with a value of the C++ type; everything but packing and rounding is compiled for A alone.
 template <class A, class F>
@@ -48,7 +28,7 @@ OVERTONE_INLINE void with_type(ElementType type, const F& f) {
 
 // rows × width, widened and scaled, rows `ld` apart; columns up to `ld` are zero.
 template <class A>
-void pack_rows(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
+void pack_rows(const StridedMatrix& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
   with_type<A>(source.type, [=, stride = source.column_stride](auto element) {
     using T = decltype(element);
     const int64_t whole = stride == 1 ? width / kLanes<A> * kLanes<A> : 0;
@@ -98,7 +78,7 @@ OVERTONE_INLINE void load_transposed(const T* corner, int64_t row_stride, int64_
 
 // The transpose, scaled: width × rows, rows `ld` apart; columns from `rows` up to `ld` are zero.
 template <class A>
-void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
+void pack_columns(const StridedMatrix& source, int64_t rows, int64_t width, A scale, A* out, int64_t ld) {
   constexpr int kSize = kLanes<A>;
   with_type<A>(source.type, [=](auto element) {
     using T = decltype(element);
@@ -127,34 +107,37 @@ void pack_columns(const MatrixRows& source, int64_t rows, int64_t width, A scale
 
 // The transpose as gemm_by_panels() reads it: rows of the source become columns, in panels.
 template <class A>
-void pack_column_panels(const MatrixRows& source, int64_t rows, int64_t width, A scale, A* out) {
+void pack_column_panels(const StridedMatrix& source, int64_t rows, int64_t width, A scale, A* out) {
   for (int64_t row = 0; row < rows;) {
-    const int panel = next_tile_width(static_cast<int>((rows - row + kLanes<A> - 1) / kLanes<A>));
-    MatrixRows part = source;
-    part.data = static_cast<char*>(source.data) + row * source.row_stride * bytes_of(source.type);
-    const int64_t columns = panel * kLanes<A>;
-    pack_columns(part, std::min(columns, rows - row), width, scale, out + row * width, columns);
+    const int64_t columns = next_tile_width(vectors_of<A>(rows - row)) * kLanes<A>;
+    pack_columns(source.from(row, 0), std::min(columns, rows - row), width, scale, out + row * width, columns);
     row += columns;
   }
 }
 
-// One panel of gemm_by_panels(): columns [column, column + width) of a depth × columns matrix, row after row, rows and
-// columns scaled where a scale is given; zeros fill the last vectors up.
+// Rows [row, row + rows) and columns [column, column + columns) of the source, rows `ld` apart; columns up to `ld` are
+// zero. Of a transposed matrix what is read together lies together, too.
 template <class A>
-void pack_panel(const MatrixRows& source, int64_t depth, int64_t column, int64_t width, const A* row_scale,
-                const A* column_scale, int vectors, A* out) {
-  const int64_t ld = vectors * kLanes<A>;
+void pack_block(const StridedMatrix& source, int64_t row, int64_t column, int64_t rows, int64_t columns, A* out,
+                int64_t ld) {
+  const StridedMatrix block = source.from(row, column);
   if (source.row_stride == 1 && source.column_stride != 1) {
-    // A transposed matrix: its columns are rows in memory, and what is read together lies together.
-    const MatrixRows across{source.type, source.data, source.column_stride, 1};
-    MatrixRows first = across;
-    first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
-    pack_columns(first, width, depth, A{1}, out, ld);
+    pack_columns(block.transposed(), columns, rows, A{1}, out, ld);
   } else {
-    MatrixRows first = source;
-    first.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
-    pack_rows(first, depth, width, A{1}, out, ld);
+    pack_rows(block, rows, columns, A{1}, out, ld);
   }
+}
+
+// One panel of gemm_by_panels(), `vectors` wide, from `column` on: row after row, scaled; zeros fill the last vectors
+// up.
+template <class A>
+void pack_panel(const PanelPacking& call, int64_t column, int vectors) {
+  const int64_t ld = vectors * kLanes<A>;
+  const int64_t width = std::min(ld, call.columns - column);
+  const A* row_scale = static_cast<const A*>(call.row_scale);
+  const A* column_scale = static_cast<const A*>(call.column_scale);
+  A* out = static_cast<A*>(call.panels) + column * call.depth;
+  pack_block(call.source, 0, column, call.depth, width, out, ld);
   if (row_scale == nullptr && column_scale == nullptr) {
     return;
   }
@@ -162,16 +145,58 @@ void pack_panel(const MatrixRows& source, int64_t depth, int64_t column, int64_t
     const int lanes = static_cast<int>(std::clamp<int64_t>(width - v * kLanes<A>, 0, kLanes<A>));
     const Vector<A> columns =
         column_scale == nullptr || lanes == 0 ? broadcast(A{1}) : load(column_scale + column + v * kLanes<A>, 1, lanes);
-    for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t k = 0; k < call.depth; ++k) {
       A* p = out + k * ld + v * kLanes<A>;
       store_full(load_full(p) * columns * (row_scale == nullptr ? A{1} : row_scale[k]), p);
     }
   }
 }
 
+// The first vector of a panel. All panels but the first few have the width of the one before; counting them is cheap
+// beside packing one.
+inline int panel_begin(int64_t panel, int vectors) {
+  int first = 0;
+  for (int64_t i = 0; i < panel; ++i) {
+    first += next_tile_width(vectors - first);
+  }
+  return first;
+}
+
+template <class A>
+void pack_panels_of(const PanelPacking& call, WorkQueue& queue) {
+  const int vectors = vectors_of<A>(call.columns);
+  for (int64_t panel; (panel = take_item(queue)) >= 0;) {
+    const int first = panel_begin(panel, vectors);
+    pack_panel<A>(call, first * kLanes<A>, next_tile_width(vectors - first));
+  }
+}
+
+inline void pack_panels(const PanelPacking& call, WorkQueue& queue) {
+  call.source.type == ElementType::float64 ? pack_panels_of<double>(call, queue) : pack_panels_of<float>(call, queue);
+}
+
+inline int panel_vectors(const PanelPacking& call) {
+  return call.source.type == ElementType::float64 ? vectors_of<double>(call.columns) : vectors_of<float>(call.columns);
+}
+
+inline int64_t panel_elements(const PanelPacking& call) {
+  const int lanes = call.source.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+  return call.depth * panel_vectors(call) * lanes;
+}
+
+inline int64_t panel_count(const PanelPacking& call) {
+  int64_t count = 0;
+  for (int left = panel_vectors(call); left > 0; left -= next_tile_width(left)) {
+    ++count;
+  }
+  return count;
+}
+
+inline constexpr PackingKernels panel_packing = {&panel_elements, &panel_count, &pack_panels};
+
 // Rows of scratch, scaled and rounded, into a tensor.
 template <class A>
-void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A scale, const MatrixRows& out) {
+void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A scale, const StridedMatrix& out) {
   with_type<A>(out.type, [=, stride = out.column_stride](auto element) {
     using T = decltype(element);
     for (int64_t i = 0; i < rows; ++i) {
@@ -193,66 +218,19 @@ void unpack_rows(const A* source, int64_t ld, int64_t rows, int64_t width, A sca
   });
 }
 
-// Rows that a thread reads soon: while it computes, it asks for them one after another, so that they are in its
-// second-level cache by then. Strided rows of heads are nothing that the hardware would foresee.
-class ComingRows {
- public:
-  void clear() {
-    parts_ = 0;
-    next_ = 0;
-  }
-
-  void add(const MatrixRows& rows, int64_t count, int64_t width) {
-    if (rows.column_stride == 1) {
-      const int64_t size = bytes_of(rows.type);
-      part_[parts_++] = {static_cast<const char*>(rows.data), rows.row_stride * size, width * size, count};
-    }
-  }
-
-  // The next row of every part.
-  OVERTONE_INLINE void fetch() {
-    for (int i = 0; i < parts_; ++i) {
-      const Part& part = part_[i];
-      if (next_ < part.rows) {
-        const char* row = part.data + next_ * part.stride;
-        for (int64_t byte = 0; byte < part.width; byte += kLine) {
-          __builtin_prefetch(row + byte, 0, 2);
-        }
-      }
-    }
-    ++next_;
-  }
-
- private:
-  static constexpr int kMostParts = 5;
-  static constexpr int64_t kLine = 64;
-
-  struct Part {
-    const char* data;
-    int64_t stride;  // in bytes, as the width
-    int64_t width;
-    int64_t rows;
-  };
-
-  Part part_[kMostParts];
-  int parts_ = 0;
-  int64_t next_ = 0;
-};
-
 // So few rows never miss the TLB, however far apart they are.
 constexpr int64_t kNearRows = 120;
 
 // Rows as products read them: as they lie in memory where that is as good, otherwise packed into `scratch`. Many rows
 // far apart are not: read again and again, they would miss the TLB.
 template <class A>
-struct ProductRows {
+struct GemmOperand {
   const A* data;
   int64_t ld;
 
-  ProductRows(const MatrixRows& source, int64_t rows, int64_t width, A* scratch) {
-    constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
+  GemmOperand(const StridedMatrix& source, int64_t rows, int64_t width, A* scratch) {
     const bool is_near = rows <= kNearRows || source.row_stride == width;
-    if (source.type == kType && source.column_stride == 1 && width % kLanes<A> == 0 && is_near) {
+    if (source.type == kDtype<A> && source.column_stride == 1 && width % kLanes<A> == 0 && is_near) {
       data = static_cast<const A*>(source.data);
       ld = source.row_stride;
     } else {
@@ -262,5 +240,8 @@ struct ProductRows {
     }
   }
 };
+
+template <class A>
+using ProductRows = GemmOperand<A>;  // the old name
 
 }  // namespace overtone::OVERTONE_LEVEL

@@ -3,11 +3,12 @@
 
 #include "cpu/gemm/pack.h"
 #include "cpu/simd/amx.h"
+#include "cpu/simd/transpose.h"
 
 namespace overtone::OVERTONE_LEVEL {
 
 // A's operand: rows × width as bfloat16, rows `ld` apart; columns up to `ld` are zero.
-inline void pack_tile_rows(const MatrixRows& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
+inline void pack_tile_rows(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=, stride = source.column_stride](auto element) {
     using T = decltype(element);
@@ -30,7 +31,7 @@ inline void pack_tile_rows(const MatrixRows& source, int64_t rows, int64_t width
 
 // A's operand, transposed: columns of the source become rows, as many as fill whole tiles, `ld` apart; zeros fill up
 // their ends up to whole tiles.
-inline void pack_tile_columns(const MatrixRows& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
+inline void pack_tile_columns(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=](auto element) {
     using T = decltype(element);
@@ -52,7 +53,7 @@ inline void pack_tile_columns(const MatrixRows& source, int64_t rows, int64_t wi
 
 // kLanes rows of a matrix from (row, column) on, a vector each; zeros outside of rows × columns.
 template <class T>
-OVERTONE_INLINE void load_rows(const MatrixRows& source, int64_t row, int64_t column, int64_t rows, int64_t columns,
+OVERTONE_INLINE void load_rows(const StridedMatrix& source, int64_t row, int64_t column, int64_t rows, int64_t columns,
                                Vector<float> (&block)[kLanes<float>]) {
   constexpr int kSize = kLanes<float>;
   const int block_rows = static_cast<int>(std::clamp<int64_t>(rows - row, 0, kSize));
@@ -80,8 +81,8 @@ struct PairScales {
   const float* rows = nullptr;
   const float* columns = nullptr;
 };
-inline void pack_row_pairs(const MatrixRows& source, int64_t depth, int64_t columns, PairScales scales, BFloat16* out,
-                           int64_t depth_tiles) {
+inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, PairScales scales,
+                           BFloat16* out, int64_t depth_tiles) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=](auto element) {
     using T = decltype(element);
@@ -110,7 +111,7 @@ inline void pack_row_pairs(const MatrixRows& source, int64_t depth, int64_t colu
 
 // The numbers (row, 2·word) and (row, 2·word + 1) of kLanes words, as they lie in a pair; zeros outside of `width`.
 template <class T>
-OVERTONE_INLINE Vector<float> load_words(const MatrixRows& source, int64_t row, int64_t word, int64_t width) {
+OVERTONE_INLINE Vector<float> load_words(const StridedMatrix& source, int64_t row, int64_t word, int64_t width) {
   constexpr int kSize = kLanes<float>;
   const T* p = source.at<T>(row, 2 * word);
   Vector<float> words{};
@@ -127,7 +128,7 @@ OVERTONE_INLINE Vector<float> load_words(const MatrixRows& source, int64_t row, 
 }
 
 // B's operand from a matrix whose rows are B's columns: column tiles, tiles_of(width, kTileDepth) tiles each.
-inline void pack_column_pairs(const MatrixRows& source, int64_t rows, int64_t width, BFloat16* out) {
+inline void pack_column_pairs(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* out) {
   constexpr int kSize = kLanes<float>;
   const int64_t depth_tiles = tiles_of(width, kTileDepth);
   with_type<float>(source.type, [=](auto element) {
@@ -150,5 +151,26 @@ inline void pack_column_pairs(const MatrixRows& source, int64_t rows, int64_t wi
     }
   });
 }
+
+// The packing of gemm/params.h; a panel is a column of tiles.
+inline int64_t amx_panel_count(const PanelPacking& call) { return tiles_of(call.columns, kTileSize); }
+
+inline int64_t amx_panel_elements(const PanelPacking& call) {  // two bf16 numbers in each
+  return tiles_of(call.depth, kTileDepth) * amx_panel_count(call) * kTileElements / 2;
+}
+
+inline void pack_amx_panels(const PanelPacking& call, WorkQueue& queue) {
+  const int64_t depth_tiles = tiles_of(call.depth, kTileDepth);
+  for (int64_t panel; (panel = take_item(queue)) >= 0;) {
+    const int64_t column = panel * kTileSize;
+    const float* column_scale = static_cast<const float*>(call.column_scale);
+    const PairScales scales{static_cast<const float*>(call.row_scale),
+                            column_scale == nullptr ? nullptr : column_scale + column};
+    pack_row_pairs(call.source.from(0, column), call.depth, std::min(kTileSize, call.columns - column), scales,
+                   static_cast<BFloat16*>(call.panels) + panel * depth_tiles * kTileElements, depth_tiles);
+  }
+}
+
+inline constexpr PackingKernels amx_panel_packing = {&amx_panel_elements, &amx_panel_count, &pack_amx_panels};
 
 }  // namespace overtone::OVERTONE_LEVEL

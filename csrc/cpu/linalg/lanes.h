@@ -2,8 +2,8 @@
 // lock-step, every operation of the algorithm being one operation on vectors.
 #pragma once
 
-#include "cpu/gemm/microkernel.h"
 #include "cpu/matrix_batch.h"
+#include "cpu/simd/transpose.h"
 #include "cpu/simd/vector.h"
 
 namespace overtone::OVERTONE_LEVEL {

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "cpu/gemm/packed.h"
 #include "cpu/isa/isa.h"
 #include "cpu/tensor.h"
 
@@ -22,9 +23,9 @@ const LinearKernels& kernels(const char* op) {
   return chosen;
 }
 
-LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)}; }
-
-LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }
+StridedMatrix matrix(const Tensor& tensor, const char* op) {
+  return {element_type(tensor, op, "x"), tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
 
 Tensor allocated_if(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
   return allocated(like, wanted ? size : std::vector<int64_t>{0});
@@ -50,30 +51,41 @@ void check_bias(const Tensor& bias, int64_t outputs, const Tensor& x, const char
   check_tensor(bias, {{outputs}, x.scalar_type(), true}, name, op);
 }
 
-// A weight [depth, columns] in panels.
-Tensor packed(const LinearKernels& run, ElementType type, const LinearMatrix& weight, int64_t depth, int64_t columns,
-              const Tensor& like) {
-  LinearPacking packing{type, weight, depth, columns};
-  Tensor panels = allocated(like, {run.packed_size(packing)});
-  packing.panels = panels.data_ptr();
-  for_items(run.packing_items(packing), [&](WorkQueue& queue) { run.pack(packing, queue); });
-  return panels;
+// A layer's weight [outputs, inputs] in panels: for y, as the operand [inputs, outputs], or as it is for ∂x.
+Tensor packed_transposed(const LinearKernels& run, const Tensor& weight, const char* op) {
+  return packed(run.packing, {matrix(weight, op).transposed(), weight.size(1), weight.size(0)}, weight,
+                weight.scalar_type());
 }
 
-void multiply_tokens(const LinearKernels& run, const LinearTokens& call) {
-  for_items(run.token_items(call.tokens), [&](WorkQueue& queue) { run.tokens(call, queue); });
+Tensor packed_as_is(const LinearKernels& run, const Tensor& weight, const char* op) {
+  return packed(run.packing, {matrix(weight, op), weight.size(0), weight.size(1)}, weight, weight.scalar_type());
 }
 
-void weight_gradient(const LinearKernels& run, const LinearWeightGradient& call) {
-  for_items(run.weight_items(call), [&](WorkQueue& queue) { run.weight(call, queue); });
+void multiply_tokens(const LinearKernels& run, const LinearForward& call) {
+  for_items(call.items(), [&](WorkQueue& queue) { run.linear_forward(call, queue); });
+}
+
+struct LayerGradients {
+  Tensor weight, bias;
+};
+
+// ∂W and ∂b of one layer; empty where they are not wanted.
+LayerGradients layer_gradients(const LinearKernels& run, bool wanted, WeightGradient call, const Tensor& like) {
+  LayerGradients grads{allocated_if(wanted, like, {call.outputs, call.inputs}),
+                       allocated_if(wanted, like, {call.outputs})};
+  if (wanted) {
+    call.grad_weight = grads.weight.data_ptr();
+    call.grad_bias = grads.bias.data_ptr();
+    for_items(call.items(), [&](WorkQueue& queue) { run.weight_gradient(call, queue); });
+  }
+  return grads;
 }
 
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   constexpr const char* op = "linear";
   check_tokens(x, op);
   check_weight(weight, x.size(1), x, "weight", op);
-  LinearTokens call;
-  call.type = element_type(x, op, "x");
+  LinearForward call;
   call.tokens = x.size(0);
   call.inputs = x.size(1);
   call.outputs = weight.size(0);
@@ -83,8 +95,8 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   }
   const LinearKernels& run = kernels(op);
   Tensor y = allocated(x, {call.tokens, call.outputs});
-  const Tensor panels = packed(run, call.type, transposed(weight), call.inputs, call.outputs, x);
-  call.x = matrix(x);
+  const Tensor panels = packed_transposed(run, weight, op);
+  call.x = matrix(x, op);
   call.weight = panels.data_ptr();
   call.out = y.data_ptr();
   multiply_tokens(run, call);
@@ -100,20 +112,14 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   const int64_t inputs = x.size(1);
   const int64_t outputs = weight.size(0);
   check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
-  const ElementType type = element_type(x, op, "x");
   const LinearKernels& run = kernels(op);
   Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
-  Tensor grad_weight = allocated_if(need_weight, x, {outputs, inputs});
-  Tensor grad_bias = allocated_if(need_weight, x, {outputs});
   if (need_x) {
-    const Tensor panels = packed(run, type, matrix(weight), outputs, inputs, x);
-    multiply_tokens(run,
-                    {type, tokens, outputs, inputs, matrix(grad_y), panels.data_ptr(), nullptr, grad_x.data_ptr()});
+    const Tensor panels = packed_as_is(run, weight, op);
+    multiply_tokens(run, {tokens, outputs, inputs, matrix(grad_y, op), panels.data_ptr(), nullptr, grad_x.data_ptr()});
   }
-  if (need_weight) {
-    weight_gradient(
-        run, {type, tokens, inputs, outputs, matrix(grad_y), matrix(x), grad_weight.data_ptr(), grad_bias.data_ptr()});
-  }
+  const auto [grad_weight, grad_bias] =
+      layer_gradients(run, need_weight, {tokens, inputs, outputs, {matrix(grad_y, op)}, {matrix(x, op)}}, x);
   return {grad_x, grad_weight, grad_bias};
 }
 
@@ -123,7 +129,6 @@ MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const ch
   check_weight(w2, w1.size(0), x, "w2", op);
   constexpr int64_t kLine = 16;  // a cache line, whole vectors on every level
   MlpShape shape;
-  shape.type = element_type(x, op, "x");
   shape.tokens = x.size(0);
   shape.inputs = x.size(1);
   shape.hidden = w1.size(0);
@@ -142,16 +147,16 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   const LinearKernels& run = kernels(op);
   Tensor y = allocated(x, {shape.tokens, shape.outputs});
   Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
-  const Tensor w1_panels = packed(run, shape.type, transposed(w1), shape.inputs, shape.hidden, x);
-  const Tensor w2_panels = packed(run, shape.type, transposed(w2), shape.hidden, shape.outputs, x);
-  call.x = matrix(x);
+  const Tensor w1_panels = packed_transposed(run, w1, op);
+  const Tensor w2_panels = packed_transposed(run, w2, op);
+  call.x = matrix(x, op);
   call.w1 = w1_panels.data_ptr();
   call.b1 = b1.data_ptr();
   call.w2 = w2_panels.data_ptr();
   call.b2 = b2.data_ptr();
   call.pre = need_backward ? pre.data_ptr() : nullptr;
   call.y = y.data_ptr();
-  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
+  for_items(shape.items(), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
   return {y, pre};
 }
 
@@ -168,29 +173,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
   const Tensor active = allocated_if(need_weights, x, blocked);
   const Tensor grad_pre = allocated_if(need_weights, x, blocked);
-  const Tensor w1_panels = packed(run, shape.type, matrix(w1), shape.hidden, shape.inputs, x);
-  const Tensor w2_panels = packed(run, shape.type, matrix(w2), shape.outputs, shape.hidden, x);
-  call.grad_y = matrix(grad_y);
+  const Tensor w1_panels = packed_as_is(run, w1, op);
+  const Tensor w2_panels = packed_as_is(run, w2, op);
+  call.grad_y = matrix(grad_y, op);
   call.w1 = w1_panels.data_ptr();
   call.w2 = w2_panels.data_ptr();
   call.pre = pre.data_ptr();
   call.active = need_weights ? active.data_ptr() : nullptr;
   call.grad_pre = need_weights ? grad_pre.data_ptr() : nullptr;
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
-  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
+  for_items(shape.items(), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
 
-  Tensor grad_w1 = allocated_if(need_weights, x, {shape.hidden, shape.inputs});
-  Tensor grad_b1 = allocated_if(need_weights, x, {shape.hidden});
-  Tensor grad_w2 = allocated_if(need_weights, x, {shape.outputs, shape.hidden});
-  Tensor grad_b2 = allocated_if(need_weights, x, {shape.outputs});
-  if (need_weights) {
-    const LinearMatrix active_rows{call.active, kLinearBlock, 1, shape.tokens * kLinearBlock};
-    const LinearMatrix grad_rows{call.grad_pre, kLinearBlock, 1, shape.tokens * kLinearBlock};
-    weight_gradient(run, {shape.type, shape.tokens, shape.hidden, shape.outputs, matrix(grad_y), active_rows,
-                          grad_w2.data_ptr(), grad_b2.data_ptr()});
-    weight_gradient(run, {shape.type, shape.tokens, shape.inputs, shape.hidden, grad_rows, matrix(x),
-                          grad_w1.data_ptr(), grad_b1.data_ptr()});
-  }
+  const auto blocks = [&](void* data) {
+    return BlockedMatrix{{call.grad_y.type, data, kLinearBlock, 1}, shape.tokens * kLinearBlock};
+  };
+  const auto [grad_w1, grad_b1] = layer_gradients(
+      run, need_weights, {shape.tokens, shape.inputs, shape.hidden, blocks(call.grad_pre), {matrix(x, op)}}, x);
+  const auto [grad_w2, grad_b2] = layer_gradients(
+      run, need_weights, {shape.tokens, shape.hidden, shape.outputs, {call.grad_y}, blocks(call.active)}, x);
   return {grad_x, grad_w1, grad_b1, grad_w2, grad_b2};
 }
 

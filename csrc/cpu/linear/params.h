@@ -8,57 +8,61 @@
 
 #include <cstdint>
 
-#include "cpu/dtype.h"
+#include "cpu/gemm/params.h"
+#include "cpu/strided.h"
 #include "cpu/work_queue.h"
 
 namespace overtone {
 
+// Tokens of a work item: their operands and results, a group of hidden channels at a time, stay in the second-level
+// cache.
+constexpr int64_t kLinearTokens = 128;
 // Columns of a block: as many as a work item of the weights' gradients has outputs.
 constexpr int64_t kLinearBlock = 96;
+// Inputs of a work item of the weights' gradients: blocks, which share their part of the outputs' gradient.
+constexpr int64_t kGradientInputs = 2 * kLinearBlock;
 
-// A matrix of any strides, whose type the call has.
-struct LinearMatrix {
-  void* data = nullptr;
-  int64_t row_stride = 0;
-  int64_t column_stride = 0;
-  int64_t block_stride = 0;  // if not zero: between blocks of kLinearBlock columns, which lie apart from each other
+// A matrix whose columns may lie in blocks of kLinearBlock, apart from each other.
+struct BlockedMatrix : StridedMatrix {
+  int64_t block_stride = 0;  // 0: no blocks
+
+  // The rest of a block, or of the matrix if it has none.
+  __attribute__((always_inline)) StridedMatrix from(int64_t row, int64_t column) const {
+    const int64_t block = block_stride == 0 ? 0 : column / kLinearBlock;
+    StridedMatrix part = StridedMatrix::from(row, column - block * kLinearBlock);
+    part.data = static_cast<char*>(part.data) + block * block_stride * bytes_of(type);
+    return part;
+  }
 };
 
-// A weight [depth, columns] as the right operand of products: in panels, as wide as a register tile.
-struct LinearPacking {
-  ElementType type = ElementType::float32;
-  LinearMatrix weight;
-  int64_t depth = 0;
-  int64_t columns = 0;
-  void* panels = nullptr;
-};
-
-// out = x · weight + bias.
-struct LinearTokens {
-  ElementType type = ElementType::float32;
+// out = x · weight + bias: the layer, and with its weight transposed and no bias ∂x.
+struct LinearForward {
   int64_t tokens = 0;
   int64_t inputs = 0;
   int64_t outputs = 0;
-  LinearMatrix x;                // [tokens, inputs]
+  StridedMatrix x;               // [tokens, inputs]
   const void* weight = nullptr;  // panels [inputs, outputs]
   const void* bias = nullptr;    // [outputs], or null
   void* out = nullptr;           // [tokens, outputs]
+
+  int64_t items() const { return (tokens + kLinearTokens - 1) / kLinearTokens; }
 };
 
 // ∂W = Gᵀ x and ∂b = Σ_tokens G of one layer.
-struct LinearWeightGradient {
-  ElementType type = ElementType::float32;
+struct WeightGradient {
   int64_t tokens = 0;
   int64_t inputs = 0;
   int64_t outputs = 0;
-  LinearMatrix grad;            // G [tokens, outputs]
-  LinearMatrix x;               // [tokens, inputs]
+  BlockedMatrix grad;           // G [tokens, outputs]
+  BlockedMatrix x;              // [tokens, inputs]
   void* grad_weight = nullptr;  // [outputs, inputs]
   void* grad_bias = nullptr;    // [outputs]
+
+  int64_t input_blocks() const { return (inputs + kGradientInputs - 1) / kGradientInputs; }
+  int64_t items() const { return (outputs + kLinearBlock - 1) / kLinearBlock * input_blocks(); }
 };
 
 struct MlpShape {
-  ElementType type = ElementType::float32;
   int64_t tokens = 0;
   int64_t inputs = 0;
   int64_t hidden = 0;
@@ -66,11 +70,12 @@ struct MlpShape {
   int64_t stride = 0;  // of rows of h: at least `hidden`, whole vectors on every level
 
   int64_t blocks() const { return (hidden + kLinearBlock - 1) / kLinearBlock; }
+  int64_t items() const { return (tokens + kLinearTokens - 1) / kLinearTokens; }
 };
 
 struct MlpForward {
   MlpShape shape;
-  LinearMatrix x;            // [tokens, inputs]
+  StridedMatrix x;           // [tokens, inputs]
   const void* w1 = nullptr;  // panels of W₁ᵀ
   const void* b1 = nullptr;  // [hidden]
   const void* w2 = nullptr;  // panels of W₂ᵀ
@@ -82,7 +87,7 @@ struct MlpForward {
 // ∂h = (G W₂) ⊙ GELU'(h), ∂x = ∂h W₁; GELU(h) and ∂h are left for the weights' gradients.
 struct MlpBackward {
   MlpShape shape;
-  LinearMatrix grad_y;       // G [tokens, outputs]
+  StridedMatrix grad_y;      // G [tokens, outputs]
   const void* w1 = nullptr;  // panels of W₁
   const void* w2 = nullptr;  // panels of W₂
   const void* pre = nullptr;
@@ -93,15 +98,11 @@ struct MlpBackward {
 
 struct LinearKernels {
   const char* level;
-  int64_t (*packed_size)(const LinearPacking&);  // elements
-  int64_t (*packing_items)(const LinearPacking&);
-  void (*pack)(const LinearPacking&, WorkQueue&);
-  int64_t (*token_items)(int64_t tokens);
-  void (*tokens)(const LinearTokens&, WorkQueue&);
+  PackingKernels packing;
+  void (*linear_forward)(const LinearForward&, WorkQueue&);
   void (*mlp_forward)(const MlpForward&, WorkQueue&);
   void (*mlp_backward)(const MlpBackward&, WorkQueue&);
-  int64_t (*weight_items)(const LinearWeightGradient&);
-  void (*weight)(const LinearWeightGradient&, WorkQueue&);
+  void (*weight_gradient)(const WeightGradient&, WorkQueue&);
 };
 
 namespace baseline {

@@ -7,7 +7,7 @@
 // too little is left beside the bulge.
 #pragma once
 
-#include "cpu/gemm/pack.h"
+#include "cpu/gemm/prefetch.h"
 #include "cpu/linalg/eig/matrix.h"
 
 namespace overtone::OVERTONE_LEVEL {
