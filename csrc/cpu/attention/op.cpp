@@ -197,7 +197,7 @@ Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_lo
   const std::vector<int64_t> offsets = leading_offsets(y, 1);
   call.x = {y.data_ptr(), y.stride(1), y.stride(2), offsets.data()};
   const NormScales scales(grad_low, grad_high, low, high, y, call, op);
-  call.plus = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
+  call.addend = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
   Tensor total = allocated(y, sizes_of(y));
   call.grad_x = total.data_ptr();
   const auto kernel = frequency_kernels().norms_backward;

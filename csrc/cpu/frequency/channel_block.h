@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/frequency/params.h"
+#include "cpu/gemm/prefetch.h"
 #include "cpu/simd/vector.h"
 
 namespace overtone::OVERTONE_LEVEL {
@@ -108,16 +109,6 @@ struct WideSum<double> {
   }
 };
 
-// Asks for part of a row that is read or written soon: into the second-level cache.
-template <class T>
-OVERTONE_INLINE void fetch_ahead(const T* row, int64_t elements) {
-  constexpr int64_t kLine = 64;
-  const char* first = reinterpret_cast<const char*>(row);
-  for (int64_t byte = 0; byte < elements * static_cast<int64_t>(sizeof(T)); byte += kLine) {
-    __builtin_prefetch(first + byte, 0, 2);
-  }
-}
-
 // The channels [begin, begin + width) of one sample, in vectors.
 template <class A>
 struct ChannelBlock {
@@ -146,8 +137,8 @@ struct ChannelBlock {
 template <class A>
 using BlockVectors = Vector<A>[ChannelBlock<A>::kVectors];
 
-// Rows of one sample's block. kPacked: a full block of consecutive channels, read without any lane counting.
-template <class T, bool kPacked>
+// Rows of one sample's block. kContiguous: a full block of consecutive channels, read without any lane counting.
+template <class T, bool kContiguous>
 struct BlockRows {
   using A = Accumulator<T>;
   const T* first;
@@ -155,7 +146,7 @@ struct BlockRows {
   int64_t channel_stride;
   ChannelBlock<A> block;
 
-  BlockRows(const Tokens& tokens, const ChannelBlock<A>& block)
+  BlockRows(const StridedTokens& tokens, const ChannelBlock<A>& block)
       : first(static_cast<const T*>(tokens.data) + tokens.sample_offsets[block.sample] +
               block.begin * tokens.channel_stride),
         token_stride(tokens.token_stride),
@@ -163,7 +154,7 @@ struct BlockRows {
         block(block) {}
 
   OVERTONE_INLINE Vector<A> load(int64_t row, int v) const {
-    if constexpr (kPacked) {
+    if constexpr (kContiguous) {
       return load_full(first + row * token_stride + v * kLanes<A>);
     } else {
       const int lanes = block.lanes(v);
@@ -175,14 +166,14 @@ struct BlockRows {
   }
 
   // A block's part of a row is a few lines, of rows far apart: nothing that the hardware would foresee.
-  OVERTONE_INLINE void fetch_next_block(int64_t row) const {
-    if constexpr (kPacked) {
-      fetch_ahead(first + row * token_stride + kChannelBlock, block.next_width);
+  OVERTONE_INLINE void prefetch_next_block(int64_t row) const {
+    if constexpr (kContiguous) {
+      prefetch(first + row * token_stride + kChannelBlock, block.next_width);
     }
   }
 
   OVERTONE_INLINE void add_to(WideSum<A>& sum, int64_t row, int v) const {
-    if constexpr (kPacked) {
+    if constexpr (kContiguous) {
       sum.add_full(first + row * token_stride + v * kLanes<A>);
     } else {
       sum.add(load(row, v));
@@ -197,16 +188,16 @@ struct ScaledRows {
   BlockRows<T, false> rows;
   A factor;
 
-  ScaledRows(const Tokens& tokens, const ChannelBlock<A>& block, int exponent)
+  ScaledRows(const StridedTokens& tokens, const ChannelBlock<A>& block, int exponent)
       : rows(tokens, block), factor(std::ldexp(A{1}, -exponent)) {}
 
   OVERTONE_INLINE Vector<A> load(int64_t row, int v) const { return rows.load(row, v) * factor; }
-  OVERTONE_INLINE void fetch_next_block(int64_t) const {}
+  OVERTONE_INLINE void prefetch_next_block(int64_t) const {}
   OVERTONE_INLINE void add_to(WideSum<A>& sum, int64_t row, int v) const { sum.add(load(row, v)); }
 };
 
 // Rows of a contiguous [samples, N, C] output.
-template <class T, bool kPacked>
+template <class T, bool kContiguous>
 struct BlockOutput {
   using A = Accumulator<T>;
   T* first;
@@ -220,7 +211,7 @@ struct BlockOutput {
 
   OVERTONE_INLINE void store(Vector<A> value, int64_t row, int v) const {
     T* p = first + row * channels + v * kLanes<A>;
-    if constexpr (kPacked) {
+    if constexpr (kContiguous) {
       store_full(value, p);
     } else if (block.lanes(v) > 0) {
       OVERTONE_LEVEL::store(value, p, block.lanes(v));
@@ -232,7 +223,7 @@ struct BlockOutput {
   }
 };
 
-// Which tokens of a sample take part.
+// Which tokens of a sample are valid.
 struct ValidTokens {
   const bool* flags;
   int64_t stride;
@@ -245,7 +236,7 @@ struct ValidTokens {
 
   OVERTONE_INLINE bool operator[](int64_t row) const { return flags == nullptr || flags[row * stride]; }
 
-  // Whether there are so many tokens from `row` on, and all of them take part.
+  // Whether there are so many tokens from `row` on, and all of them are valid.
   OVERTONE_INLINE bool are_all(int64_t row, int64_t rows) const {
     if (row + rows > tokens) {
       return false;
@@ -295,7 +286,7 @@ struct BlockMean {
   OVERTONE_INLINE BlockMean(const Rows& x, const ValidTokens& valid) : count(valid.count()) {
     BlockSums<A> sums;
     for (int64_t row = 0; row < valid.tokens; ++row) {
-      x.fetch_next_block(row);
+      x.prefetch_next_block(row);
       if (valid[row]) {
         for (int v = 0; v < kVectors; ++v) {
           x.add_to(sums[v], row, v);
@@ -307,7 +298,7 @@ struct BlockMean {
     }
   }
 
-  OVERTONE_INLINE Vector<A> centre(Vector<A> x, int v) const { return (x - value[v]) - rest[v]; }
+  OVERTONE_INLINE Vector<A> center(Vector<A> x, int v) const { return (x - value[v]) - rest[v]; }
 };
 
 // Lanes past the block's width hold zeros in every sum, so they may be added up with the rest.

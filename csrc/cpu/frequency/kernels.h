@@ -28,8 +28,8 @@ OVERTONE_INLINE BlockSquares block_squares(const Rows& x, const ValidTokens& val
     for (int64_t row = begin; row < std::min(begin + kRows, valid.tokens); ++row) {
       if (valid[row]) {
         for (int v = 0; v < kVectors; ++v) {
-          const Vector<A> centred = mean.centre(x.load(row, v), v);
-          few[v] += centred * centred;
+          const Vector<A> centered = mean.center(x.load(row, v), v);
+          few[v] += centered * centered;
         }
       }
     }
@@ -48,12 +48,12 @@ OVERTONE_INLINE BlockSquares block_squares(const Rows& x, const ValidTokens& val
 // beyond its last bit.
 template <class A>
 bool kept_squares(double sum) {
-  constexpr int kLeast = std::numeric_limits<A>::min_exponent + std::numeric_limits<A>::digits + 30;
-  return std::isfinite(sum) && sum >= std::ldexp(1.0, kLeast);
+  constexpr int kMin = std::numeric_limits<A>::min_exponent + std::numeric_limits<A>::digits + 30;
+  return std::isfinite(sum) && sum >= std::ldexp(1.0, kMin);
 }
 
-template <class T, bool kPacked>
-Accumulator<T> largest_of_block(const BlockRows<T, kPacked>& x, const ValidTokens& valid) {
+template <class T, bool kContiguous>
+Accumulator<T> largest_of_block(const BlockRows<T, kContiguous>& x, const ValidTokens& valid) {
   using A = Accumulator<T>;
   Vector<A> largest{};
   for (int64_t row = 0; row < valid.tokens; ++row) {
@@ -64,10 +64,10 @@ Accumulator<T> largest_of_block(const BlockRows<T, kPacked>& x, const ValidToken
   return largest_lane<A>(largest);
 }
 
-template <class T, bool kPacked>
+template <class T, bool kContiguous>
 void norms_forward_block(const NormsForward& call, const ChannelBlock<Accumulator<T>>& block) {
   using A = Accumulator<T>;
-  const BlockRows<T, kPacked> x(call.x, block);
+  const BlockRows<T, kContiguous> x(call.x, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   BlockSquares squares = block_squares<A>(x, valid);
   int exponent = 0;
@@ -109,23 +109,23 @@ class RowMap {
   // Tokens are multiplied by this power of two before they are mapped.
   void scale_tokens(A factor) { token_factor_ = factor; }
 
-  // Channels [begin, end) of a sample; adds `plus`, laid out as `out`, where it is given.
+  // Channels [begin, end) of a sample; adds `addend`, laid out as `out`, where it is given.
   template <class T>
-  void apply(const Tokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end, int64_t channels,
-             const T* plus, T* out) const {
+  void apply(const StridedTokens& x, int64_t sample, const ValidTokens& valid, int64_t begin, int64_t end,
+             int64_t channels, const T* addend, T* out) const {
     const T* tokens = static_cast<const T*>(x.data) + x.sample_offsets[sample];
     out += sample * valid.tokens * channels;
-    plus = plus == nullptr ? nullptr : plus + sample * valid.tokens * channels;
+    addend = addend == nullptr ? nullptr : addend + sample * valid.tokens * channels;
     for (int64_t row = 0; row < valid.tokens;) {
       const Rows<T> rows{tokens + row * x.token_stride,
                          x.token_stride,
                          x.channel_stride,
-                         plus == nullptr ? nullptr : plus + row * channels,
+                         addend == nullptr ? nullptr : addend + row * channels,
                          out + row * channels,
                          channels};
       const int64_t count = valid.are_all(row, kRows) ? kRows : 1;
       for (int64_t ahead = row + kRowsAhead; ahead < std::min(row + kRowsAhead + count, valid.tokens); ++ahead) {
-        fetch_ahead(out + ahead * channels + begin, end - begin);
+        prefetch(out + ahead * channels + begin, end - begin);
       }
       if (count == kRows) {
         map<kRows>(rows, begin, end);
@@ -148,7 +148,7 @@ class RowMap {
     const T* token;
     int64_t token_stride;
     int64_t channel_stride;
-    const T* plus;
+    const T* addend;
     T* out;
     int64_t channels;
   };
@@ -157,14 +157,14 @@ class RowMap {
   OVERTONE_INLINE void map(const Rows<T>& rows, int64_t begin, int64_t end) const {
     const bool is_direct = rows.channel_stride == 1 && token_factor_ == 1;
     const int64_t whole = is_direct ? begin + (end - begin) / kLanes<A> * kLanes<A> : begin;
-    rows.plus == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
+    rows.addend == nullptr ? map_whole<kCount, false>(rows, begin, whole) : map_whole<kCount, true>(rows, begin, whole);
     for (int row = 0; row < kCount; ++row) {
       for (int64_t channel = whole; channel < end; channel += kLanes<A>) {
         const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, end - channel));
         const T* token = rows.token + row * rows.token_stride + channel * rows.channel_stride;
         Vector<A> value = values_.at(channel).map(load(token, rows.channel_stride, lanes) * token_factor_);
-        if (rows.plus != nullptr) {
-          value += load(rows.plus + row * rows.channels + channel, 1, lanes);
+        if (rows.addend != nullptr) {
+          value += load(rows.addend + row * rows.channels + channel, 1, lanes);
         }
         store(value, rows.out + row * rows.channels + channel, lanes);
       }
@@ -173,7 +173,7 @@ class RowMap {
 
   // Channels [begin, end) in full vectors of consecutive channels. Works on copies: a vector's store might change any
   // member, for all the compiler knows, and it would read them again for every vector.
-  template <int kCount, bool kPlus, class T>
+  template <int kCount, bool kAdds, class T>
   void map_whole(Rows<T> rows, int64_t begin, int64_t end) const {
     const ChannelValues values = values_;
     for (int64_t channel = begin; channel < end; channel += kLanes<A>) {
@@ -181,8 +181,8 @@ class RowMap {
       OVERTONE_UNROLL
       for (int row = 0; row < kCount; ++row) {
         Vector<A> value = channel_map.map(load_full(rows.token + row * rows.token_stride + channel));
-        if constexpr (kPlus) {
-          value += load_full(rows.plus + row * rows.channels + channel);
+        if constexpr (kAdds) {
+          value += load_full(rows.addend + row * rows.channels + channel);
         }
         store_full(value, rows.out + row * rows.channels + channel);
       }
@@ -212,13 +212,13 @@ class RowMap {
   A token_factor_ = 1;
 };
 
-template <class T, bool kPacked>
+template <class T, bool kContiguous>
 void norms_backward_block(const NormsBackward& call, const ChannelBlock<Accumulator<T>>& block,
                           RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const int exponent = call.exponents[block.sample];
-  const BlockMean<A> mean = exponent == 0 ? BlockMean<A>(BlockRows<T, kPacked>(call.x, block), valid)
+  const BlockMean<A> mean = exponent == 0 ? BlockMean<A>(BlockRows<T, kContiguous>(call.x, block), valid)
                                           : BlockMean<A>(ScaledRows<T>(call.x, block, exponent), valid);
   map.scale_tokens(std::ldexp(A{1}, -exponent));
   const A low_scale = static_cast<A>(call.low_scale[block.sample]);
@@ -234,8 +234,8 @@ OVERTONE_INLINE void set_filter(RowMap<A>& map, const ChannelBlock<A>& block, co
 }
 
 // Visits the valid tokens in order: visit(row, v, LFC, HFC) with the running mean. Masked rows go to skip(row).
-template <class T, bool kPacked, class Visit, class Skip>
-OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const ValidTokens& valid, Visit visit,
+template <class T, bool kContiguous, class Visit, class Skip>
+OVERTONE_INLINE void for_running_mean(const BlockRows<T, kContiguous>& x, const ValidTokens& valid, Visit visit,
                                       Skip skip) {
   using A = Accumulator<T>;
   constexpr int kVectors = ChannelBlock<A>::kVectors;
@@ -258,11 +258,11 @@ OVERTONE_INLINE void for_running_mean(const BlockRows<T, kPacked>& x, const Vali
   }
 }
 
-template <class T, bool kPacked>
+template <class T, bool kContiguous>
 void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumulator<T>>& block,
                           RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
-  const BlockRows<T, kPacked> x(call.x, block);
+  const BlockRows<T, kContiguous> x(call.x, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockGain<A> low(call.low, block);
   const BlockGain<A> high(call.high, block);
@@ -270,7 +270,7 @@ void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumula
     set_filter(map, block, BlockMean<A>(x, valid), low, high);
     return;
   }
-  const BlockOutput<T, kPacked> y(call.y, call.shape, block);
+  const BlockOutput<T, kContiguous> y(call.y, call.shape, block);
   for_running_mean(
       x, valid,
       [&](int64_t row, int v, Vector<A> low_part, Vector<A> high_part) {
@@ -280,10 +280,10 @@ void filter_forward_block(const FilterForward& call, const ChannelBlock<Accumula
 }
 
 // ∂L/∂x_j = high ⊙ G_j + (low − high) ⊙ Σ_{i ≥ j} G_i / count_i, from the last token to the first.
-template <class T, bool kPacked>
-OVERTONE_INLINE void causal_adjoint(const BlockRows<T, kPacked>& grad_y, const ValidTokens& valid,
+template <class T, bool kContiguous>
+OVERTONE_INLINE void causal_adjoint(const BlockRows<T, kContiguous>& grad_y, const ValidTokens& valid,
                                     const BlockGain<Accumulator<T>>& low, const BlockGain<Accumulator<T>>& high,
-                                    const BlockOutput<T, kPacked>& grad_x) {
+                                    const BlockOutput<T, kContiguous>& grad_x) {
   using A = Accumulator<T>;
   constexpr int kVectors = ChannelBlock<A>::kVectors;
   BlockSums<A> sums;
@@ -306,8 +306,8 @@ OVERTONE_INLINE void causal_adjoint(const BlockRows<T, kPacked>& grad_y, const V
 }
 
 // Σ_i LFC[x]_i ⊙ G_i and Σ_i HFC[x]_i ⊙ G_i with the running mean.
-template <class T, bool kPacked>
-OVERTONE_INLINE void causal_gain_gradients(const BlockRows<T, kPacked>& x, const BlockRows<T, kPacked>& grad_y,
+template <class T, bool kContiguous>
+OVERTONE_INLINE void causal_gain_gradients(const BlockRows<T, kContiguous>& x, const BlockRows<T, kContiguous>& grad_y,
                                            const ValidTokens& valid, BlockSums<Accumulator<T>>& low,
                                            BlockSums<Accumulator<T>>& high) {
   using A = Accumulator<T>;
@@ -322,8 +322,8 @@ OVERTONE_INLINE void causal_gain_gradients(const BlockRows<T, kPacked>& x, const
 }
 
 // With the mean over all tokens the sums factor: n · mean(x) · mean(G), and the covariance of x and G.
-template <class T, bool kPacked>
-OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kPacked>& x, const BlockRows<T, kPacked>& grad_y,
+template <class T, bool kContiguous>
+OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kContiguous>& x, const BlockRows<T, kContiguous>& grad_y,
                                          const BlockMean<Accumulator<T>>& grad_mean, const ValidTokens& valid,
                                          BlockSums<Accumulator<T>>& low, BlockSums<Accumulator<T>>& high) {
   using A = Accumulator<T>;
@@ -332,7 +332,7 @@ OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kPacked>& x, const B
   for (int64_t row = 0; row < valid.tokens; ++row) {
     if (valid[row]) {
       for (int v = 0; v < kVectors; ++v) {
-        high[v].add(x_mean.centre(x.load(row, v), v) * grad_mean.centre(grad_y.load(row, v), v));
+        high[v].add(x_mean.center(x.load(row, v), v) * grad_mean.center(grad_y.load(row, v), v));
       }
     }
   }
@@ -341,12 +341,12 @@ OVERTONE_INLINE void mean_gain_gradients(const BlockRows<T, kPacked>& x, const B
   }
 }
 
-template <class T, bool kPacked>
+template <class T, bool kContiguous>
 void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumulator<T>>& block,
                            RowMap<Accumulator<T>>& map) {
   using A = Accumulator<T>;
-  const BlockRows<T, kPacked> grad_y(call.grad_y, block);
-  const BlockRows<T, kPacked> x(call.grad_low == nullptr ? call.grad_y : call.x, block);
+  const BlockRows<T, kContiguous> grad_y(call.grad_y, block);
+  const BlockRows<T, kContiguous> x(call.grad_low == nullptr ? call.grad_y : call.x, block);
   const ValidTokens valid(call.mask, call.shape, block.sample);
   const BlockGain<A> low(call.low, block);
   const BlockGain<A> high(call.high, block);
@@ -354,7 +354,7 @@ void filter_backward_block(const FilterBackward& call, const ChannelBlock<Accumu
   BlockSums<A> grad_high;
   if (call.causal) {
     if (call.grad_x != nullptr) {
-      causal_adjoint(grad_y, valid, low, high, BlockOutput<T, kPacked>(call.grad_x, call.shape, block));
+      causal_adjoint(grad_y, valid, low, high, BlockOutput<T, kContiguous>(call.grad_x, call.shape, block));
     }
     if (call.grad_low != nullptr) {
       causal_gain_gradients(x, grad_y, valid, grad_low, grad_high);
@@ -384,7 +384,7 @@ OVERTONE_INLINE void for_item_blocks(const FrequencyShape& shape, int64_t begin,
 
 // Whether a block can be read in whole vectors of consecutive channels.
 template <class A>
-bool is_packed(const ChannelBlock<A>& block, const Tokens& tokens) {
+bool is_contiguous(const ChannelBlock<A>& block, const StridedTokens& tokens) {
   return block.width == kChannelBlock && tokens.channel_stride == 1;
 }
 
@@ -393,15 +393,16 @@ void norms_forward_items(const NormsForward& call, int64_t begin, int64_t end) {
   for_item_blocks(call.shape, begin, end, [&](int64_t sample, int64_t first, int64_t last) {
     for (int64_t index = first; index < last; ++index) {
       const ChannelBlock<Accumulator<T>> block(call.shape, sample, index);
-      is_packed(block, call.x) ? norms_forward_block<T, true>(call, block) : norms_forward_block<T, false>(call, block);
+      is_contiguous(block, call.x) ? norms_forward_block<T, true>(call, block)
+                                   : norms_forward_block<T, false>(call, block);
     }
   });
 }
 
 // First every block's sums, then one pass over whole rows, which by then are in the second-level cache.
 template <class T, class Call, class Block>
-OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, const void* plus, void* out, int64_t begin,
-                               int64_t end, const Block& run_block) {
+OVERTONE_INLINE void map_items(const Call& call, const StridedTokens& tokens, const void* addend, void* out,
+                               int64_t begin, int64_t end, const Block& run_block) {
   RowMap<Accumulator<T>> map(call.shape.channels);
   for_item_blocks(call.shape, begin, end, [&](int64_t sample, int64_t first, int64_t last) {
     for (int64_t index = first; index < last; ++index) {
@@ -410,34 +411,36 @@ OVERTONE_INLINE void map_items(const Call& call, const Tokens& tokens, const voi
     if (out != nullptr) {
       map.template apply<T>(tokens, sample, ValidTokens(call.mask, call.shape, sample), first * kChannelBlock,
                             std::min(last * kChannelBlock, call.shape.channels), call.shape.channels,
-                            static_cast<const T*>(plus), static_cast<T*>(out));
+                            static_cast<const T*>(addend), static_cast<T*>(out));
     }
   });
 }
 
 template <class T>
 void norms_backward_items(const NormsBackward& call, int64_t begin, int64_t end) {
-  map_items<T>(call, call.x, call.plus, call.grad_x, begin, end, [&](const auto& block, auto& map) {
-    is_packed(block, call.x) ? norms_backward_block<T, true>(call, block, map)
-                             : norms_backward_block<T, false>(call, block, map);
+  map_items<T>(call, call.x, call.addend, call.grad_x, begin, end, [&](const auto& block, auto& map) {
+    is_contiguous(block, call.x) ? norms_backward_block<T, true>(call, block, map)
+                                 : norms_backward_block<T, false>(call, block, map);
   });
 }
 
 template <class T>
 void filter_forward_items(const FilterForward& call, int64_t begin, int64_t end) {
   map_items<T>(call, call.x, nullptr, call.causal ? nullptr : call.y, begin, end, [&](const auto& block, auto& map) {
-    is_packed(block, call.x) ? filter_forward_block<T, true>(call, block, map)
-                             : filter_forward_block<T, false>(call, block, map);
+    is_contiguous(block, call.x) ? filter_forward_block<T, true>(call, block, map)
+                                 : filter_forward_block<T, false>(call, block, map);
   });
 }
 
 template <class T>
 void filter_backward_items(const FilterBackward& call, int64_t begin, int64_t end) {
-  map_items<T>(
-      call, call.grad_y, nullptr, call.causal ? nullptr : call.grad_x, begin, end, [&](const auto& block, auto& map) {
-        const bool packed = is_packed(block, call.grad_y) && (call.grad_low == nullptr || is_packed(block, call.x));
-        packed ? filter_backward_block<T, true>(call, block, map) : filter_backward_block<T, false>(call, block, map);
-      });
+  map_items<T>(call, call.grad_y, nullptr, call.causal ? nullptr : call.grad_x, begin, end,
+               [&](const auto& block, auto& map) {
+                 const bool contiguous =
+                     is_contiguous(block, call.grad_y) && (call.grad_low == nullptr || is_contiguous(block, call.x));
+                 contiguous ? filter_backward_block<T, true>(call, block, map)
+                            : filter_backward_block<T, false>(call, block, map);
+               });
 }
 
 #define OVERTONE_FOR_TYPES(function, Call)                             \

@@ -55,7 +55,7 @@ FrequencyShape shape_of(const Tensor& x) {
 // Keeps the offsets alive that the kernels' view points to.
 struct TokensView {
   std::vector<int64_t> offsets;
-  Tokens tokens;
+  StridedTokens tokens;
 
   TokensView(const Tensor& x, const char* name, const char* op) {
     check_dims(x, 2, true, name, op);

@@ -1,4 +1,4 @@
-// What the frequency kernels of every ISA level compute, and how the ops in frequency.cpp call them.
+// What the frequency kernels of every ISA level compute, and how the ops in op.cpp call them.
 //
 // All work is per channel: a sample's tokens are summed in blocks of kChannelBlock channels, and a work item is a range
 // of blocks of one sample. A channel's sums never meet another channel's, so the result is the same bit for bit however
@@ -7,21 +7,13 @@
 
 #include <cstdint>
 
-#include "cpu/dtype.h"
+#include "cpu/strided.h"
 
 namespace overtone {
 
 constexpr int64_t kChannelBlock = 64;
 
-// Token matrices [..., N, C] with any strides; `samples` counts the leading dimensions' elements.
-struct Tokens {
-  const void* data = nullptr;
-  int64_t token_stride = 0;
-  int64_t channel_stride = 0;
-  const int64_t* sample_offsets = nullptr;  // [samples], in elements
-};
-
-// mask[..., N]: nonzero = the token takes part. No data: every token does.
+// mask[..., N]: true = valid token. No data: every token is.
 struct TokenMask {
   const bool* data = nullptr;
   int64_t token_stride = 0;
@@ -35,7 +27,7 @@ struct ChannelGain {
 };
 
 struct FrequencyShape {
-  int64_t samples = 0;
+  int64_t samples = 0;  // the leading dimensions' elements
   int64_t tokens = 0;
   int64_t channels = 0;
 
@@ -54,24 +46,24 @@ struct FrequencyShape {
 struct NormsForward {
   FrequencyShape shape;
   ElementType type;
-  Tokens x;
+  StridedTokens x;
   TokenMask mask;
   double* low_squared = nullptr;
   double* high_squared = nullptr;
   int* exponents = nullptr;
 };
 
-// grad_x = plus + low_scale · LFC[x] + high_scale · HFC[x], the scales being grad_norm / norm of each sample, or zero.
-// They are for tokens · 2^-exponent.
+// grad_x = addend + low_scale · LFC[x] + high_scale · HFC[x], the scales being grad_norm / norm of each sample, or
+// zero. They are for tokens · 2^-exponent.
 struct NormsBackward {
   FrequencyShape shape;
   ElementType type;
-  Tokens x;
+  StridedTokens x;
   TokenMask mask;
   const double* low_scale = nullptr;   // [samples]
   const double* high_scale = nullptr;  // [samples]
   const int* exponents = nullptr;      // [samples]
-  const void* plus = nullptr;          // contiguous, of x's type; null adds nothing
+  const void* addend = nullptr;        // contiguous, of x's type; null adds nothing
   void* grad_x = nullptr;              // contiguous, of x's type
 };
 
@@ -80,7 +72,7 @@ struct FilterForward {
   FrequencyShape shape;
   ElementType type;
   bool causal = false;
-  Tokens x;
+  StridedTokens x;
   TokenMask mask;
   ChannelGain low;
   ChannelGain high;
@@ -92,8 +84,8 @@ struct FilterBackward {
   FrequencyShape shape;
   ElementType type;
   bool causal = false;
-  Tokens grad_y;
-  Tokens x;  // read only for the gains' gradients
+  StridedTokens grad_y;
+  StridedTokens x;  // read only for the gains' gradients
   TokenMask mask;
   ChannelGain low;
   ChannelGain high;
