@@ -8,10 +8,10 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// Matrix `member` of a batch whose elements are of type A.
+// A matrix of a batch whose elements are of type A.
 template <class A>
-StridedMatrix member_rows(const MatrixBatch& batch, int64_t member) {
-  const A* first = static_cast<const A*>(batch.data) + batch.offsets[member];
+StridedMatrix member_rows(const MatrixBatch& batch, int64_t index) {
+  const A* first = static_cast<const A*>(batch.data) + batch.offsets[index];
   return {kDtype<A>, const_cast<A*>(first), batch.row_stride, batch.column_stride};
 }
 
@@ -63,8 +63,8 @@ constexpr int64_t multiply_scratch(int64_t rows, int64_t depth) {
 // C = A · B, one panel of columns after the other. pack(column, columns, depth, out, ld) packs B's rows from `depth`
 // on; extent(column, columns) says what of C's panel is wanted; epilogue(row, column, sum) takes its vectors. Sums are
 // those of multiply_in_parts().
-template <class A, class Pack, class Bound, class Epilogue>
-void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* scratch, const Pack& pack,
+template <class A, class PackPanel, class Bound, class Epilogue>
+void multiply(int64_t columns, int64_t depth, const A* a, int64_t lda, A* scratch, const PackPanel& pack,
               const Bound& extent, const Epilogue& epilogue) {
   for (int64_t column = 0; column < columns; column += kPanelColumns<A>) {
     const int64_t width = std::min(kPanelColumns<A>, columns - column);

@@ -5,20 +5,20 @@
 
 namespace overtone::OVERTONE_LEVEL {
 
-// Φ(−t) exp(t²/2) for t ≥ 0 as a polynomial of u = 1 − 2 kCentre / (t + kCentre), interpolated in Chebyshev's points
+// Φ(−t) exp(t²/2) for t ≥ 0 as a polynomial of u = 1 − 2 kCenter / (t + kCenter), interpolated in Chebyshev's points
 // of what exp(−t²/2) leaves above zero: error 2.0e-9, and 1.5e-17 in float64.
 template <class A>
 struct NormalTail;
 template <>
 struct NormalTail<float> {
-  static constexpr float kCentre = 4.0F;
+  static constexpr float kCenter = 4.0F;
   static constexpr float kSeries[] = {0.0944106399837F,    -0.170397727283F,   0.124379368851F,    -0.0717071098056F,
                                       0.0308633601755F,    -0.00849611658699F, 0.000512078989312F, 0.000657920448011F,
                                       -0.000182046529545F, -7.35653222847e-5F};
 };
 template <>
 struct NormalTail<double> {
-  static constexpr double kCentre = 5.0;
+  static constexpr double kCenter = 5.0;
   static constexpr double kSeries[] = {
       0.076919304975006296198,   -0.14345755526401198477,   0.1160688118860028082,       -0.080883877264127620296,
       0.047855352284211854704,   -0.023413900487638239524,  0.0089913705494794692378,    -0.0023788443582171788268,
@@ -40,7 +40,7 @@ OVERTONE_INLINE Normal<A> normal(Vector<A> x) {
   constexpr A kHalfLog2E = A(0.72134752044448170368);
   const Vector<A> t = absolute<A>(x);
   const Vector<A> bell = exp2_nonpositive<A>(t * t * -kHalfLog2E);
-  const Vector<A> tail = bell * exp2_series<A, Tail>(A(1) - A(2) * Tail::kCentre / (t + Tail::kCentre));
+  const Vector<A> tail = bell * exp2_series<A, Tail>(A(1) - A(2) * Tail::kCenter / (t + Tail::kCenter));
   return {select(less(x, Vector<A>{}), tail, A(1) - tail), bell};
 }
 

@@ -52,7 +52,7 @@ OVERTONE_INLINE Vector<A> broadcast(A value) {
   return value - Vector<A>{};
 }
 
-// Round to nearest even, NaN kept quiet. Written on integers so that it vectorises.
+// Round to nearest even, NaN kept quiet. Written on integers so that it vectorizes.
 OVERTONE_INLINE uint16_t bfloat16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -95,7 +95,7 @@ OVERTONE_INLINE Vector<Accumulator<T>> load_full(const T* p) {
     return v;
   } else {
 #if OVERTONE_VECTOR_BYTES == 64
-    // The masked form, all lanes on: the plain one makes GCC 12 warn of an uninitialised value.
+    // The masked form, all lanes on: the plain one makes GCC 12 warn of an uninitialized value.
     return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif OVERTONE_VECTOR_BYTES == 32
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
