@@ -3,7 +3,7 @@
 
 #include "cpu/attention/amx_backward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 inline int64_t packed_size(const WeightPacking& call) {  // in float32 elements
   return tiles_of(call.rows, kTileDepth) * tiles_of(call.columns, kTileSize) * kTileElements / 2;
@@ -14,7 +14,7 @@ inline int64_t panels(const WeightPacking& call) { return tiles_of(call.columns,
 inline void pack_weight(const WeightPacking& call, WorkQueue& queue) {
   const int64_t depth_tiles = tiles_of(call.rows, kTileDepth);
   const MatrixRows source{call.type, const_cast<void*>(call.data), call.row_stride, call.column_stride};
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t column = item * kTileSize;
     MatrixRows panel = source;
     panel.data = static_cast<char*>(source.data) + column * source.column_stride * bytes_of(source.type);
@@ -28,20 +28,20 @@ inline void pack_weight(const WeightPacking& call, WorkQueue& queue) {
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   TileForwardWorker worker(call);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) {
   TileBackwardWorker worker(call);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 extern const AttentionKernels attention_kernels = {
-    .level = OVERTONE_LEVEL_NAME,
+    .isa = OVERTONE_ISA_NAME,
     .uses_tiles = true,
     .feature_block = kTileFeatureBlock,
     .packed_size = &packed_size,
@@ -53,4 +53,4 @@ extern const AttentionKernels attention_kernels = {
     .attention_backward = &attention_backward,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -8,7 +8,7 @@
 #include "cpu/attention/backward.h"
 #include "cpu/attention/forward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Calls f with a value of the C++ type.
 template <class F>
@@ -30,7 +30,7 @@ void pack_weight_panels(const WeightPacking& call, WorkQueue& queue) {
   const int vectors = vectors_of<A>(call.columns);
   const MatrixRows source{call.type, const_cast<void*>(call.data), call.row_stride, call.column_stride};
   const int widest = next_tile_width(vectors);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     // All panels but the first few have the width of the one before; finding one by counting is cheap beside packing
     // it.
     int first = 0;
@@ -67,8 +67,8 @@ inline void pack_weight(const WeightPacking& call, WorkQueue& queue) {
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   for_type(call.type, [&](auto element) {
     ForwardWorker<decltype(element)> worker(call);
-    for (int64_t item = take_item(queue); item >= 0;) {
-      const int64_t next = take_item(queue);
+    for (int64_t item = queue.pop(); item >= 0;) {
+      const int64_t next = queue.pop();
       worker.run(item, next);
       item = next;
     }
@@ -86,8 +86,8 @@ inline void basis_backward(const BasisBackward& call, WorkQueue& queue) {
 template <class A>
 void attention_backward_items(const AttentionBackward& call, WorkQueue& queue) {
   BackwardWorker<A> worker(call);
-  for (int64_t item = take_item(queue); item >= 0;) {
-    const int64_t next = take_item(queue);
+  for (int64_t item = queue.pop(); item >= 0;) {
+    const int64_t next = queue.pop();
     worker.run(item, next);
     item = next;
   }
@@ -99,7 +99,7 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 }
 
 extern const AttentionKernels attention_kernels = {
-    .level = OVERTONE_LEVEL_NAME,
+    .isa = OVERTONE_ISA_NAME,
     .uses_tiles = false,
     .feature_block = kFeatureBlock,
     .packed_size = &packed_size,
@@ -111,4 +111,4 @@ extern const AttentionKernels attention_kernels = {
     .attention_backward = &attention_backward,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

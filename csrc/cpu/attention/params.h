@@ -9,7 +9,8 @@
 
 #include "cpu/dtype.h"
 #include "cpu/frequency/params.h"
-#include "cpu/work_queue.h"
+#include "cpu/isa/dispatch.h"
+#include "cpu/parallel.h"
 
 namespace overtone {
 
@@ -134,7 +135,7 @@ struct WeightPacking {
 };
 
 struct AttentionKernels {
-  const char* level;
+  const char* isa;
   bool uses_tiles;        // AMX's, for bfloat16 alone
   int64_t feature_block;  // features of one item of basis_backward
   int64_t (*packed_size)(const WeightPacking&);
@@ -146,20 +147,6 @@ struct AttentionKernels {
   void (*attention_backward)(const AttentionBackward&, WorkQueue&);
 };
 
-namespace baseline {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx2 {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx512 {
-extern const AttentionKernels attention_kernels;
-}
-namespace amx {
-extern const AttentionKernels attention_kernels;
-}
-namespace amx_emulated {
-extern const AttentionKernels attention_kernels;
-}
+OVERTONE_KERNELS(AttentionKernels, attention_kernels);
 
 }  // namespace overtone

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cpu/dtype.h"
+#include "cpu/isa/dispatch.h"
 
 namespace overtone {
 
@@ -108,21 +109,13 @@ int tokens_exponent(double largest, bool is_float64);
 
 // One level's kernels. Each does the work items [begin, end) of its call.
 struct FrequencyKernels {
-  const char* level;
+  const char* isa;
   void (*norms_forward)(const NormsForward&, int64_t begin, int64_t end);
   void (*norms_backward)(const NormsBackward&, int64_t begin, int64_t end);
   void (*filter_forward)(const FilterForward&, int64_t begin, int64_t end);
   void (*filter_backward)(const FilterBackward&, int64_t begin, int64_t end);
 };
 
-namespace baseline {
-extern const FrequencyKernels frequency_kernels;
-}
-namespace avx2 {
-extern const FrequencyKernels frequency_kernels;
-}
-namespace avx512 {
-extern const FrequencyKernels frequency_kernels;
-}
+OVERTONE_KERNELS(FrequencyKernels, frequency_kernels);
 
 }  // namespace overtone

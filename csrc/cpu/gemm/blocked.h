@@ -5,7 +5,7 @@
 #include "cpu/gemm/pack.h"
 #include "cpu/matrix_batch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Matrix `member` of a batch whose elements are of type A.
 template <class A>
@@ -148,4 +148,4 @@ void mirror_lower(A* c, int64_t ld, int64_t size) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -7,7 +7,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Tiles of rows × vectors that fill the registers but for one row of B and one element of A.
 #if OVERTONE_VECTOR_BYTES == 64
@@ -340,4 +340,4 @@ OVERTONE_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -6,7 +6,7 @@
 #include "cpu/simd/scratch.h"
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Rows of a matrix in memory: any element type, any strides.
 struct MatrixRows {
@@ -263,4 +263,4 @@ struct ProductRows {
   }
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -4,7 +4,7 @@
 #include "cpu/gemm/pack.h"
 #include "cpu/simd/amx.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A's operand: rows × width as bfloat16, rows `ld` apart; columns up to `ld` are zero.
 inline void pack_tile_rows(const MatrixRows& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
@@ -151,4 +151,4 @@ inline void pack_column_pairs(const MatrixRows& source, int64_t rows, int64_t wi
   });
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

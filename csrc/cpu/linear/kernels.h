@@ -7,7 +7,7 @@
 #include "cpu/simd/gelu.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Tokens whose operands and results, a group of hidden channels at a time, stay in the second-level cache.
 constexpr int64_t kLinearTokens = 128;
@@ -411,7 +411,7 @@ template <template <class> class Worker, class Call>
 void run_linear_items(ElementType type, const Call& call, WorkQueue& queue) {
   const auto run = [&](auto element) {
     Worker<decltype(element)> worker(call);
-    for (int64_t item; (item = take_item(queue)) >= 0;) {
+    for (int64_t item; (item = queue.pop()) >= 0;) {
       worker.run(item);
     }
   };
@@ -455,8 +455,8 @@ inline void linear_weight(const LinearWeightGradient& call, WorkQueue& queue) {
   run_linear_items<WeightGradientBlocks>(call.type, call, queue);
 }
 
-extern const LinearKernels linear_kernels = {OVERTONE_LEVEL_NAME, &packed_size,   &packing_items, &pack_linear,
-                                             &token_items,        &linear_tokens, &mlp_forward,   &mlp_backward,
-                                             &weight_items,       &linear_weight};
+extern const LinearKernels linear_kernels = {OVERTONE_ISA_NAME, &packed_size,   &packing_items, &pack_linear,
+                                             &token_items,      &linear_tokens, &mlp_forward,   &mlp_backward,
+                                             &weight_items,     &linear_weight};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -10,18 +10,6 @@
 namespace overtone {
 namespace {
 
-const LinearKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, &avx2::linear_kernels,
-                                                            &avx512::linear_kernels};
-#else
-  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, nullptr, nullptr};
-#endif
-  const LinearKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
-
 LinearMatrix matrix(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)}; }
 
 LinearMatrix transposed(const Tensor& tensor) { return {tensor.data_ptr(), tensor.stride(1), tensor.stride(0)}; }
@@ -56,16 +44,16 @@ Tensor packed(const LinearKernels& run, ElementType type, const LinearMatrix& we
   LinearPacking packing{type, weight, depth, columns};
   Tensor panels = allocated(like, {run.packed_size(packing)});
   packing.panels = panels.data_ptr();
-  for_items(run.packing_items(packing), [&](WorkQueue& queue) { run.pack(packing, queue); });
+  parallel_items(run.packing_items(packing), kLargeItems, [&](WorkQueue& queue) { run.pack(packing, queue); });
   return panels;
 }
 
 void multiply_tokens(const LinearKernels& run, const LinearTokens& call) {
-  for_items(run.token_items(call.tokens), [&](WorkQueue& queue) { run.tokens(call, queue); });
+  parallel_items(run.token_items(call.tokens), kLargeItems, [&](WorkQueue& queue) { run.tokens(call, queue); });
 }
 
 void weight_gradient(const LinearKernels& run, const LinearWeightGradient& call) {
-  for_items(run.weight_items(call), [&](WorkQueue& queue) { run.weight(call, queue); });
+  parallel_items(run.weight_items(call), kLargeItems, [&](WorkQueue& queue) { run.weight(call, queue); });
 }
 
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
@@ -81,7 +69,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     check_bias(*bias, call.outputs, x, "bias", op);
     call.bias = bias->data_ptr();
   }
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {call.tokens, call.outputs});
   const Tensor panels = packed(run, call.type, transposed(weight), call.inputs, call.outputs, x);
   call.x = matrix(x);
@@ -101,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   const int64_t outputs = weight.size(0);
   check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
   const ElementType type = element_type(x, op, "x");
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
   Tensor grad_weight = allocated_if(need_weight, x, {outputs, inputs});
   Tensor grad_bias = allocated_if(need_weight, x, {outputs});
@@ -139,7 +127,7 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   const MlpShape& shape = call.shape;
   check_bias(b1, shape.hidden, x, "b1", op);
   check_bias(b2, shape.outputs, x, "b2", op);
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {shape.tokens, shape.outputs});
   Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
   const Tensor w1_panels = packed(run, shape.type, transposed(w1), shape.inputs, shape.hidden, x);
@@ -151,7 +139,7 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   call.b2 = b2.data_ptr();
   call.pre = need_backward ? pre.data_ptr() : nullptr;
   call.y = y.data_ptr();
-  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
+  parallel_items(run.token_items(shape.tokens), kLargeItems, [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
   return {y, pre};
 }
 
@@ -163,7 +151,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   const MlpShape& shape = call.shape;
   check_tensor(grad_y, {{shape.tokens, shape.outputs}, x.scalar_type()}, "grad_y", op);
   check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
   const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
   const Tensor active = allocated_if(need_weights, x, blocked);
@@ -177,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   call.active = need_weights ? active.data_ptr() : nullptr;
   call.grad_pre = need_weights ? grad_pre.data_ptr() : nullptr;
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
-  for_items(run.token_items(shape.tokens), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
+  parallel_items(run.token_items(shape.tokens), kLargeItems, [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
 
   Tensor grad_w1 = allocated_if(need_weights, x, {shape.hidden, shape.inputs});
   Tensor grad_b1 = allocated_if(need_weights, x, {shape.hidden});

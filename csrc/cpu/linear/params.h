@@ -9,7 +9,8 @@
 #include <cstdint>
 
 #include "cpu/dtype.h"
-#include "cpu/work_queue.h"
+#include "cpu/isa/dispatch.h"
+#include "cpu/parallel.h"
 
 namespace overtone {
 
@@ -92,7 +93,7 @@ struct MlpBackward {
 };
 
 struct LinearKernels {
-  const char* level;
+  const char* isa;
   int64_t (*packed_size)(const LinearPacking&);  // elements
   int64_t (*packing_items)(const LinearPacking&);
   void (*pack)(const LinearPacking&, WorkQueue&);
@@ -104,14 +105,6 @@ struct LinearKernels {
   void (*weight)(const LinearWeightGradient&, WorkQueue&);
 };
 
-namespace baseline {
-extern const LinearKernels linear_kernels;
-}
-namespace avx2 {
-extern const LinearKernels linear_kernels;
-}
-namespace avx512 {
-extern const LinearKernels linear_kernels;
-}
+OVERTONE_KERNELS(LinearKernels, linear_kernels);
 
 }  // namespace overtone
