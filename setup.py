@@ -30,6 +30,28 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 # Folders of the repository that are installed below overtone.
 MAPPED = {"overtone.benchmarks": "benchmarks", "overtone.triton_kernels": "triton_kernels"}
+# What is compiled once per instruction set: headers below csrc/cpu, and names from csrc/cpu/isa/isa.h.
+VECTOR_ISAS = ("baseline", "avx2", "avx512")
+KERNELS = {
+    "attention/kernels.h": VECTOR_ISAS,
+    "attention/amx_kernels.h": ("amx", "amx_emulated"),
+    "frequency/kernels.h": VECTOR_ISAS,
+    "linear/kernels.h": VECTOR_ISAS,
+    "linalg/eig/kernels.h": VECTOR_ISAS,
+    "linalg/eigh/kernels.h": VECTOR_ISAS,
+    "linalg/inverse/kernels.h": VECTOR_ISAS,
+    "linalg/qr/kernels.h": VECTOR_ISAS,
+}
+# `#if`: an instruction set of another kind of machine compiles to nothing.
+KERNEL_SOURCE = """\
+// Written by setup.py.
+#define OVERTONE_ISA {isa}
+#include "cpu/isa/begin.h"
+#if OVERTONE_COMPILES_ISA
+#include "cpu/{header}"
+#endif
+#include "cpu/isa/end.h"
+"""
 RELEASE_FLAGS = ["-O3", "-g0"]
 DEBUG_FLAGS = ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 SANITIZER_FLAGS = {
@@ -115,6 +137,21 @@ def files_below_csrc(*suffixes: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
 
 
+def kernel_sources(folder: Path) -> list[str]:
+    """A source in `folder` per kernel header and instruction set; one that is there already is not touched, or ninja
+    would compile it again."""
+    sources = []
+    for header, isas in KERNELS.items():
+        for isa in isas:
+            source = folder / f"{header.removesuffix('.h').replace('/', '_')}_{isa}.cpp"
+            text = KERNEL_SOURCE.format(isa=isa, header=header)
+            if not source.exists() or source.read_text() != text:
+                source.parent.mkdir(parents=True, exist_ok=True)
+                source.write_text(text)
+            sources.append(str(source))
+    return sources
+
+
 def extension(torch, pybind11):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
@@ -169,6 +206,8 @@ def extension_arguments() -> dict:
         def run(self) -> None:
             check_compiler()
             limit_jobs_by_memory()
+            extension = self.extensions[0]
+            extension.sources = sorted({*extension.sources, *kernel_sources(Path(self.build_temp) / "kernels")})
             super().run()
 
     return {"ext_modules": [extension(torch, pybind11)], "cmdclass": {"build_ext": BuildWithNinja}}

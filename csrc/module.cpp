@@ -51,7 +51,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("available_isas", &overtone::available_isas, "Instruction sets this machine can run, lowest first.");
   m.def("isa", [] { return std::string(overtone::isa_name(overtone::current_isa())); }, "The instruction set in use.");
   m.def("set_isa", &overtone::set_isa, pybind11::arg("name"), "Cap the instruction set for this process.");
-  m.def("last_kernel", &overtone::last_kernel, "The CPU kernel that ran last, as 'op/level'.");
+  m.def("last_kernel", &overtone::last_kernel, "The CPU kernel that ran last, as 'op/isa'.");
   m.def("cpu_features", &cpu_features, "CPU features the kernels could use, and whether this machine has them.");
   m.def("line_round_trip", &overtone::line_round_trip, pybind11::call_guard<pybind11::gil_scoped_release>(),
         "Seconds that a cache line takes from one of torch's threads to another and back; nan if there is no other.");

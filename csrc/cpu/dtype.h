@@ -1,4 +1,4 @@
-// The element types the CPU kernels read and write. No torch header: kernels of every ISA level include it.
+// The element types the CPU kernels read and write. No torch header: kernels of every instruction set include it.
 #pragma once
 
 #include <cstdint>

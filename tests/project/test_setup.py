@@ -6,6 +6,7 @@ for Python that notes how it is called, so that nothing is installed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -297,3 +298,23 @@ def test_what_names_another_torch_is_installed_without_dependencies(clone):
     calls = clone.calls_file.read_text().splitlines()
     (call,) = [call for call in calls if "requirements-no-deps.txt" in call]
     assert "--no-deps" in call
+
+
+def test_kernels_are_written_once_per_instruction_set(tmp_path):
+    """Sources that are there already keep their time, or ninja would compile them again; none names this machine."""
+    spec = importlib.util.spec_from_file_location("overtone_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    sources = [Path(source) for source in setup.kernel_sources(tmp_path)]
+    assert len(set(sources)) == sum(map(len, setup.KERNELS.values()))
+    assert not any(str(tmp_path) in source.read_text() or str(ROOT) in source.read_text() for source in sources)
+    for source in sources:
+        os.utime(source, (1, 1))
+    sources[0].write_text("// of an older version\n")
+    setup.kernel_sources(tmp_path)
+    assert [source.stat().st_mtime == 1 for source in sources] == [False, *[True] * (len(sources) - 1)]
+    known = (ROOT / "csrc/cpu/isa/isa.h").read_text()
+    assert all(f"X({isa}, __VA_ARGS__)" in known for isas in setup.KERNELS.values() for isa in isas)
+    headers = {str(path.relative_to(ROOT / "csrc/cpu")) for path in (ROOT / "csrc/cpu").rglob("*kernels.h")}
+    assert headers == set(setup.KERNELS)

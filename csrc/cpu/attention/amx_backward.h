@@ -6,7 +6,7 @@
 #include "cpu/attention/amx_forward.h"
 #include "cpu/attention/backward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Scratch and steps of one thread's (image, head) items: blocks of queries, each meeting the keys strip by strip.
 class TileBackwardWorker {
@@ -300,7 +300,7 @@ inline void heads_backward_tiles(const HeadsBackward& call, WorkQueue& queue) {
   Scratch<float> memory(kTileStrip * kTileStrip);
   float* sums = memory.take(kTileStrip * kTileStrip);
   const TileSession session;
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     pack_tile_rows(buffer_rows<float>(call.grad_y, token * channels, channels), rows, channels, grads, ld);
@@ -331,7 +331,7 @@ inline void basis_backward_tiles(const BasisBackward& call, WorkQueue& queue) {
   Scratch<float> memory(kTileFeatureBlock * channels);
   float* sums = memory.take(kTileFeatureBlock * channels);
   const TileSession session;
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t first = item * kTileFeatureBlock;
     const int64_t rows = std::min(kTileFeatureBlock, features - first);
     std::fill(sums, sums + kTileFeatureBlock * channels, 0.0F);
@@ -347,4 +347,4 @@ inline void basis_backward_tiles(const BasisBackward& call, WorkQueue& queue) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -5,7 +5,7 @@
 #include "cpu/attention/forward.h"
 #include "cpu/gemm/pack_amx.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr int64_t kTileStrip = 2 * kTileSize;  // queries, or keys, at a time: the rows of two tiles
 
@@ -231,4 +231,4 @@ class TileForwardWorker {
   float* sums_;        // [strip][strip]
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

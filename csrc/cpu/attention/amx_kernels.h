@@ -3,24 +3,24 @@
 
 #include "cpu/attention/amx_backward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   TileForwardWorker worker(call);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) {
   TileBackwardWorker worker(call);
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 extern const AttentionKernels attention_kernels = {
-    .level = OVERTONE_LEVEL_NAME,
+    .isa = OVERTONE_ISA_NAME,
     .uses_tiles = true,
     .feature_block = kTileFeatureBlock,
     .packing = amx_panel_packing,
@@ -30,4 +30,4 @@ extern const AttentionKernels attention_kernels = {
     .attention_backward = &attention_backward,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -4,7 +4,7 @@
 
 #include "cpu/attention/forward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // out[row] = a's row · b's row, summed as gemm() sums: where softmax is one-hot, ∂P − dot is then exactly zero.
 template <class A>
@@ -282,7 +282,7 @@ void heads_backward_items(const HeadsBackward& call, WorkQueue& queue) {
   Scratch<A> memory(kTokenBlock * kPanelLd<A>);
   A* sums = memory.take(kTokenBlock * kPanelLd<A>);
   const auto is_direct = [&](int first_vector, int width) { return (first_vector + width) * kLanes<A> <= features; };
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     const A* grad_y = static_cast<const A*>(call.grad_y) + token * call.shape.channels;
@@ -348,7 +348,7 @@ void basis_backward_items(const BasisBackward& call, WorkQueue& queue) {
   A* heads = memory.take(kDepth * kFeatureBlock);               // [depth][features of this item]
   A* packed_gradients = memory.take(kDepth * padded_channels);  // [depth][padded_channels]
   A* sums = memory.take(kFeatureBlock * padded_channels);       // [features of this item][padded_channels]
-  for (int64_t item; (item = take_item(queue)) >= 0;) {
+  for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t first = item * kFeatureBlock;
     const int64_t rows = std::min(kFeatureBlock, features - first);
     std::fill(sums, sums + kFeatureBlock * padded_channels, A{0});
@@ -365,4 +365,4 @@ void basis_backward_items(const BasisBackward& call, WorkQueue& queue) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -8,7 +8,7 @@
 #include "cpu/gemm/pack.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr int64_t kStrip = 24;  // queries at a time: a strip of logits stays in the first-level cache
 
@@ -325,4 +325,4 @@ class ForwardWorker {
   A* sums_;     // [query_block][widest tile]
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -8,7 +8,7 @@
 #include "cpu/attention/backward.h"
 #include "cpu/attention/forward.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Calls f with a value of the C++ type.
 template <class F>
@@ -28,8 +28,8 @@ OVERTONE_INLINE void for_type(ElementType type, const F& f) {
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
   for_type(call.type, [&](auto element) {
     ForwardWorker<decltype(element)> worker(call);
-    for (int64_t item = take_item(queue); item >= 0;) {
-      const int64_t next = take_item(queue);
+    for (int64_t item = queue.pop(); item >= 0;) {
+      const int64_t next = queue.pop();
       worker.run(item, next);
       item = next;
     }
@@ -47,8 +47,8 @@ inline void basis_backward(const BasisBackward& call, WorkQueue& queue) {
 template <class A>
 void attention_backward_items(const AttentionBackward& call, WorkQueue& queue) {
   BackwardWorker<A> worker(call);
-  for (int64_t item = take_item(queue); item >= 0;) {
-    const int64_t next = take_item(queue);
+  for (int64_t item = queue.pop(); item >= 0;) {
+    const int64_t next = queue.pop();
     worker.run(item, next);
     item = next;
   }
@@ -60,7 +60,7 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 }
 
 extern const AttentionKernels attention_kernels = {
-    .level = OVERTONE_LEVEL_NAME,
+    .isa = OVERTONE_ISA_NAME,
     .uses_tiles = false,
     .feature_block = kFeatureBlock,
     .packing = panel_packing,
@@ -70,4 +70,4 @@ extern const AttentionKernels attention_kernels = {
     .attention_backward = &attention_backward,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -3,7 +3,7 @@
 
 #include "cpu/gemm/pack.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // In panels of whole vectors. A Vision Transformer's class token often leaves one key over (65 = 64 + 1,
 // 257 = 256 + 1): it is kept as a row and multiplied by dot products, where a vector of its own would cost as much as
@@ -76,4 +76,4 @@ class KeyColumns {
   A* lone_;  // the last key's row, where the panels end
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -15,22 +15,7 @@ namespace overtone {
 namespace {
 
 const AttentionKernels& kernels(const char* op, ElementType type) {
-#if defined(__x86_64__)
-  static const AttentionKernels* const table[kVectorLevels] = {&baseline::attention_kernels, &avx2::attention_kernels,
-                                                               &avx512::attention_kernels};
-  static const AttentionKernels* const amx_kernels = &amx::attention_kernels;
-#else
-  static const AttentionKernels* const table[kVectorLevels] = {&baseline::attention_kernels, nullptr, nullptr};
-  static const AttentionKernels* const amx_kernels = nullptr;
-#endif
-  const AttentionKernels* chosen = &for_current_isa(table);
-  if (type == ElementType::bfloat16 && current_isa() == Isa::amx) {
-    chosen = amx_kernels;
-  } else if (type == ElementType::bfloat16 && current_isa() == Isa::amx_emulated) {
-    chosen = &amx_emulated::attention_kernels;
-  }
-  note_kernel(op, chosen->level);
-  return *chosen;
+  return attention_kernels_table.get(op, type == ElementType::bfloat16);
 }
 
 // What forward and backward are both given.
@@ -175,10 +160,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   Norms norms(attention, is_rounded ? ElementType::float32 : in.type, is_rounded ? rounded_from : y);
   if (need_norms) {
     attention.norms = &norms.call;
-    attention.norms_kernel = frequency_kernels().norms_forward;
+    attention.norms_kernel = frequency_kernels_table.find().norms_forward;
     attention.blocks_left = norms.blocks_left.data();
   }
-  for_items(attention.items(), [&](WorkQueue& queue) { run.attention_forward(attention, queue); });
+  parallel_items(attention.items(), kLargeItems, [&](WorkQueue& queue) { run.attention_forward(attention, queue); });
   if (need_norms) {
     norms.sums->store(low, high);
   }
@@ -200,7 +185,7 @@ Tensor total_gradient(const std::optional<Tensor>& grad_y, const Tensor& grad_lo
   call.addend = grad_y.has_value() ? grad_y->data_ptr() : nullptr;
   Tensor total = allocated(y, sizes_of(y));
   call.grad_x = total.data_ptr();
-  const auto kernel = frequency_kernels().norms_backward;
+  const auto kernel = frequency_kernels_table.find().norms_backward;
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return total;
 }
@@ -262,7 +247,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     backward.basis_strides[1] = basis.stride(1);
     backward.grad_basis = wanted(kBasis, grad_basis);
     backward.grad_eigenvalues = wanted(kEigenvalues, grad_eigenvalues);
-    for_items(backward.items(), [&](WorkQueue& queue) { run.basis_backward(backward, queue); });
+    parallel_items(backward.items(), kLargeItems, [&](WorkQueue& queue) { run.basis_backward(backward, queue); });
   }
   if ((needs & (kQuery | kKey | kValue | kMask)) != 0) {
     PanelPacking packing;  // Uᵀ diag(λ)
@@ -278,7 +263,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     projection.grad_y = grad;
     projection.weight = weight.data_ptr();
     projection.grad_heads = grad_heads.data_ptr();
-    for_items(projection.items(), [&](WorkQueue& queue) { run.heads_backward(projection, queue); });
+    parallel_items(projection.items(), kLargeItems, [&](WorkQueue& queue) { run.heads_backward(projection, queue); });
 
     AttentionBackward attention{in};
     attention.heads = heads.data_ptr();
@@ -291,7 +276,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_into(
     attention.grad_key = gradient(kKey, grads.key);
     attention.grad_value = gradient(kValue, grads.value);
     attention.grad_logits = wanted(kMask, grad_logits);
-    for_items(attention.items(), [&](WorkQueue& queue) { run.attention_backward(attention, queue); });
+    parallel_items(attention.items(), kLargeItems, [&](WorkQueue& queue) { run.attention_backward(attention, queue); });
   }
   return {grad_eigenvalues, grad_basis, grad_logits, total_grad};
 }

@@ -9,8 +9,9 @@
 
 #include "cpu/frequency/params.h"
 #include "cpu/gemm/params.h"
+#include "cpu/isa/dispatch.h"
+#include "cpu/parallel.h"
 #include "cpu/strided.h"
-#include "cpu/work_queue.h"
 
 namespace overtone {
 
@@ -113,7 +114,7 @@ struct AttentionBackward : AttentionInputs {
 };
 
 struct AttentionKernels {
-  const char* level;
+  const char* isa;
   bool uses_tiles;        // AMX's, for bfloat16 alone
   int64_t feature_block;  // features of one item of basis_backward
   PackingKernels packing;
@@ -123,20 +124,6 @@ struct AttentionKernels {
   void (*attention_backward)(const AttentionBackward&, WorkQueue&);
 };
 
-namespace baseline {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx2 {
-extern const AttentionKernels attention_kernels;
-}
-namespace avx512 {
-extern const AttentionKernels attention_kernels;
-}
-namespace amx {
-extern const AttentionKernels attention_kernels;
-}
-namespace amx_emulated {
-extern const AttentionKernels attention_kernels;
-}
+OVERTONE_KERNELS(AttentionKernels, attention_kernels);
 
 }  // namespace overtone

@@ -4,7 +4,7 @@
 #include "cpu/attention/params.h"
 #include "cpu/simd/exp2.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr double kLog2E = 1.4426950408889634074;
 
@@ -144,4 +144,4 @@ OVERTONE_INLINE void absorb_rows(SoftmaxRow<A>* rows, A* logits, int64_t ld, int
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -5,7 +5,7 @@
 #include "cpu/gemm/prefetch.h"
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A sum carried in twice the precision of what is added: in float64 for float32, as a pair (sum, error) for float64.
 // However many tokens there are, and however far from zero they lie, the sum is exact to the last bits of A.
@@ -161,7 +161,7 @@ struct BlockRows {
       if (lanes == 0) {
         return Vector<A>{};
       }
-      return OVERTONE_LEVEL::load(first + row * token_stride + v * kLanes<A> * channel_stride, channel_stride, lanes);
+      return OVERTONE_ISA::load(first + row * token_stride + v * kLanes<A> * channel_stride, channel_stride, lanes);
     }
   }
 
@@ -214,7 +214,7 @@ struct BlockOutput {
     if constexpr (kContiguous) {
       store_full(value, p);
     } else if (block.lanes(v) > 0) {
-      OVERTONE_LEVEL::store(value, p, block.lanes(v));
+      OVERTONE_ISA::store(value, p, block.lanes(v));
     }
   }
 
@@ -266,7 +266,7 @@ struct BlockGain {
   BlockGain(const ChannelGain& gain, const ChannelBlock<A>& block) {
     for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
       const A* p = static_cast<const A*>(gain.data) + (block.begin + v * kLanes<A>)*gain.stride;
-      value[v] = block.lanes(v) == 0 ? Vector<A>{} : OVERTONE_LEVEL::load(p, gain.stride, block.lanes(v));
+      value[v] = block.lanes(v) == 0 ? Vector<A>{} : OVERTONE_ISA::load(p, gain.stride, block.lanes(v));
     }
   }
 };
@@ -322,4 +322,4 @@ void write_channels(const BlockSums<A>& sums, const ChannelBlock<A>& block, doub
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -1,4 +1,4 @@
-// The frequency kernels, written once and compiled for every ISA level.
+// The frequency kernels, written once and compiled for every instruction set.
 //
 // Sums over tokens are carried in twice the tokens' precision, and the mean is kept as value + rest: HFC keeps its
 // digits however far from zero the tokens lie, and ‖HFC‖² is never a difference of large numbers.
@@ -7,7 +7,7 @@
 #include "cpu/frequency/channel_block.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Σ_c n·mean_c² and Σ_c Σ_i (x_ic − mean_c)² of one block.
 struct BlockSquares {
@@ -464,7 +464,7 @@ OVERTONE_FOR_TYPES(filter_backward, FilterBackward)
 #undef OVERTONE_FOR_TYPES
 
 extern const FrequencyKernels frequency_kernels = {
-    OVERTONE_LEVEL_NAME, &norms_forward, &norms_backward, &filter_forward, &filter_backward,
+    OVERTONE_ISA_NAME, &norms_forward, &norms_backward, &filter_forward, &filter_backward,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -8,9 +8,6 @@
 
 namespace overtone {
 
-// Of the current ISA level.
-const FrequencyKernels& frequency_kernels();
-
 // What the norms' forward kernel leaves, block by block, and the norms of it.
 class NormSums {
  public:
@@ -38,13 +35,10 @@ class NormScales {
   std::vector<int> exponents_;
 };
 
-// A few thousand elements per task hide the cost of waking a thread.
 template <class Body>
 void for_frequency_items(const FrequencyShape& shape, const Body& body) {
-  constexpr int64_t kElementsPerTask = 32768;
   const int64_t elements = shape.tokens * shape.blocks_per_item() * kChannelBlock;
-  const int64_t grain = elements >= kElementsPerTask ? 1 : kElementsPerTask / (elements < 1 ? 1 : elements);
-  parallel_ranges(shape.items(), grain, body);
+  parallel_ranges(shape.items(), {6.0 * static_cast<double>(elements)}, body);
 }
 
 }  // namespace overtone

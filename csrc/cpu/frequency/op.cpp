@@ -1,4 +1,4 @@
-// The frequency ops on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// The frequency ops on CPU tensors: from the dispatcher to the kernels of the instruction set in use.
 // Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
 #include "cpu/frequency/params.h"
 
@@ -23,23 +23,7 @@ int tokens_exponent(double largest, bool is_float64) {
   return std::clamp(exponent, -most, most);
 }
 
-const FrequencyKernels& frequency_kernels() {
-#if defined(__x86_64__)
-  static const FrequencyKernels* const table[kVectorLevels] = {&baseline::frequency_kernels, &avx2::frequency_kernels,
-                                                               &avx512::frequency_kernels};
-#else
-  static const FrequencyKernels* const table[kVectorLevels] = {&baseline::frequency_kernels, nullptr, nullptr};
-#endif
-  return for_current_isa(table);
-}
-
 namespace {
-
-const FrequencyKernels& kernels(const char* op) {
-  const FrequencyKernels& chosen = frequency_kernels();
-  note_kernel(op, chosen.level);
-  return chosen;
-}
 
 FrequencyShape shape_of(const Tensor& x) {
   FrequencyShape shape;
@@ -205,7 +189,7 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   call.x = tokens.tokens;
   call.mask = valid.mask;
   const NormSums sums(call);
-  const auto& run = kernels(op);
+  const auto& run = frequency_kernels_table.get(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_forward(call, begin, end); });
 
   std::vector<int64_t> leading = sizes_of(x);
@@ -229,7 +213,7 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
   const NormScales scales(grad_low, grad_high, low, high, x, call, op);
   Tensor grad_x = allocated(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();
-  const auto& run = kernels(op);
+  const auto& run = frequency_kernels_table.get(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.norms_backward(call, begin, end); });
   return grad_x;
 }
@@ -248,7 +232,7 @@ Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor>
   call.high = gain_of(high, call.shape, call.type, "high", op);
   Tensor y = allocated(x, sizes_of(x));
   call.y = y.data_ptr();
-  const auto& run = kernels(op);
+  const auto& run = frequency_kernels_table.get(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_forward(call, begin, end); });
   return y;
 }
@@ -300,7 +284,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
     call.grad_low = low_sums.data();
     call.grad_high = high_sums.data();
   }
-  const auto& run = kernels(op);
+  const auto& run = frequency_kernels_table.get(op);
   for_frequency_items(call.shape, [&](int64_t begin, int64_t end) { run.filter_backward(call, begin, end); });
   if (need_gains) {
     sum_over_samples(low_sums, call.shape, grad_low);

@@ -1,4 +1,4 @@
-// What the frequency kernels of every ISA level compute, and how the ops in op.cpp call them.
+// What the frequency kernels of every instruction set compute, and how the ops in op.cpp call them.
 //
 // All work is per channel: a sample's tokens are summed in blocks of kChannelBlock channels, and a work item is a range
 // of blocks of one sample. A channel's sums never meet another channel's, so the result is the same bit for bit however
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cpu/isa/dispatch.h"
 #include "cpu/strided.h"
 
 namespace overtone {
@@ -100,21 +101,13 @@ int tokens_exponent(double largest, bool is_float64);
 
 // One level's kernels. Each does the work items [begin, end) of its call.
 struct FrequencyKernels {
-  const char* level;
+  const char* isa;
   void (*norms_forward)(const NormsForward&, int64_t begin, int64_t end);
   void (*norms_backward)(const NormsBackward&, int64_t begin, int64_t end);
   void (*filter_forward)(const FilterForward&, int64_t begin, int64_t end);
   void (*filter_backward)(const FilterBackward&, int64_t begin, int64_t end);
 };
 
-namespace baseline {
-extern const FrequencyKernels frequency_kernels;
-}
-namespace avx2 {
-extern const FrequencyKernels frequency_kernels;
-}
-namespace avx512 {
-extern const FrequencyKernels frequency_kernels;
-}
+OVERTONE_KERNELS(FrequencyKernels, frequency_kernels);
 
 }  // namespace overtone

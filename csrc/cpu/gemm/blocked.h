@@ -6,7 +6,7 @@
 #include "cpu/matrix_batch.h"
 #include "cpu/simd/transpose.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A matrix of a batch whose elements are of type A.
 template <class A>
@@ -137,4 +137,4 @@ void mirror_lower(A* c, int64_t ld, int64_t size) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

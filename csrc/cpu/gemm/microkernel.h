@@ -9,7 +9,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Tiles of rows × vectors that fill the registers but for one row of B and one element of A.
 #if OVERTONE_VECTOR_BYTES == 64
@@ -216,4 +216,4 @@ void gemm_large_panels(int64_t rows, int vectors, int64_t depth, const A* a, int
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -8,7 +8,7 @@
 #include "cpu/simd/transpose.h"
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 using MatrixRows = StridedMatrix;  // the old name: it goes when the last caller has the new one
 
@@ -165,7 +165,7 @@ inline int panel_begin(int64_t panel, int vectors) {
 template <class A>
 void pack_panels_of(const PanelPacking& call, WorkQueue& queue) {
   const int vectors = vectors_of<A>(call.columns);
-  for (int64_t panel; (panel = take_item(queue)) >= 0;) {
+  for (int64_t panel; (panel = queue.pop()) >= 0;) {
     const int first = panel_begin(panel, vectors);
     pack_panel<A>(call, first * kLanes<A>, next_tile_width(vectors - first));
   }
@@ -244,4 +244,4 @@ struct GemmOperand {
 template <class A>
 using ProductRows = GemmOperand<A>;  // the old name
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -5,7 +5,7 @@
 #include "cpu/simd/amx.h"
 #include "cpu/simd/transpose.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A's operand: rows × width as bfloat16, rows `ld` apart; columns up to `ld` are zero.
 inline void pack_tile_rows(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* out, int64_t ld) {
@@ -161,7 +161,7 @@ inline int64_t amx_panel_elements(const PanelPacking& call) {  // two bf16 numbe
 
 inline void pack_amx_panels(const PanelPacking& call, WorkQueue& queue) {
   const int64_t depth_tiles = tiles_of(call.depth, kTileDepth);
-  for (int64_t panel; (panel = take_item(queue)) >= 0;) {
+  for (int64_t panel; (panel = queue.pop()) >= 0;) {
     const int64_t column = panel * kTileSize;
     const float* column_scale = static_cast<const float*>(call.column_scale);
     const PairScales scales{static_cast<const float*>(call.row_scale),
@@ -173,4 +173,4 @@ inline void pack_amx_panels(const PanelPacking& call, WorkQueue& queue) {
 
 inline constexpr PackingKernels amx_panel_packing = {&amx_panel_elements, &amx_panel_count, &pack_amx_panels};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

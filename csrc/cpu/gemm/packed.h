@@ -9,7 +9,8 @@ namespace overtone {
 inline Tensor packed(const PackingKernels& kernels, PanelPacking packing, const Tensor& like, ScalarType type) {
   Tensor panels = allocated(like, {kernels.panel_elements(packing)}, type);
   packing.panels = panels.data_ptr();
-  for_items(kernels.panel_count(packing), [&](WorkQueue& queue) { kernels.pack_panels(packing, queue); });
+  parallel_items(kernels.panel_count(packing), kLargeItems,
+                 [&](WorkQueue& queue) { kernels.pack_panels(packing, queue); });
   return panels;
 }
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/parallel.h"
 #include "cpu/strided.h"
-#include "cpu/work_queue.h"
 
 namespace overtone {
 

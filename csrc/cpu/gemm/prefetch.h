@@ -8,7 +8,7 @@
 #include "cpu/simd/vector.h"
 #include "cpu/strided.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 OVERTONE_INLINE void prefetch_bytes(const char* first, int64_t bytes) {
   constexpr int64_t kLine = 64;
@@ -67,4 +67,4 @@ class Prefetcher {
 
 using ComingRows = Prefetcher;  // the old name
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

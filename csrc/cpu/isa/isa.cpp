@@ -17,8 +17,13 @@
 namespace overtone {
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "amx", "amx_emulated"};
-constexpr int kRealLevels = 4;  // all but the emulated one
+#define OVERTONE_NAME(isa, ...) #isa,
+constexpr const char* kNames[] = {OVERTONE_ISAS(OVERTONE_NAME)};
+#undef OVERTONE_NAME
+#define OVERTONE_VECTORS(isa, ...) Isa::OVERTONE_ISA_COLUMN(VECTORS, isa),
+constexpr Isa kVectors[] = {OVERTONE_ISAS(OVERTONE_VECTORS)};
+#undef OVERTONE_VECTORS
+constexpr int kRealIsas = kIsas - 1;  // all but the emulated one
 
 #if defined(__x86_64__) && defined(__linux__)
 bool cpuid_has_amx() {
@@ -86,9 +91,9 @@ bool machine_has(Isa isa) {
 }
 
 Isa best_isa() {
-  for (int level = kRealLevels - 1; level > 0; --level) {
-    if (machine_has(static_cast<Isa>(level))) {
-      return static_cast<Isa>(level);
+  for (int isa = kRealIsas - 1; isa > 0; --isa) {
+    if (machine_has(static_cast<Isa>(isa))) {
+      return static_cast<Isa>(isa);
     }
   }
   return Isa::baseline;
@@ -103,16 +108,16 @@ std::string join(const std::vector<std::string>& words) {
 }
 
 Isa parse_isa(const std::string& name, const std::string& source) {
-  for (int level = 0; level <= kRealLevels; ++level) {
-    if (name == kNames[level]) {
-      if (!machine_has(static_cast<Isa>(level))) {
+  for (int isa = 0; isa < kIsas; ++isa) {
+    if (name == kNames[isa]) {
+      if (!machine_has(static_cast<Isa>(isa))) {
         throw std::invalid_argument(source + ": this machine has no " + name + "; it has " + join(available_isas()));
       }
-      return static_cast<Isa>(level);
+      return static_cast<Isa>(isa);
     }
   }
-  throw std::invalid_argument(source + ": unknown instruction set '" + name +
-                              "'; wanted one of baseline, avx2, avx512, amx");
+  throw std::invalid_argument(source + ": unknown instruction set '" + name + "'; wanted one of " +
+                              join({kNames, kNames + kRealIsas}));
 }
 
 Isa initial_isa() {
@@ -126,7 +131,7 @@ std::atomic<int>& isa_in_use() {
 }
 
 thread_local const char* last_op = "";
-thread_local const char* last_level = "";
+thread_local const char* last_isa = "";
 
 }  // namespace
 
@@ -134,9 +139,9 @@ const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (int level = 0; level < kRealLevels; ++level) {
-    if (machine_has(static_cast<Isa>(level))) {
-      names.emplace_back(kNames[level]);
+  for (int isa = 0; isa < kRealIsas; ++isa) {
+    if (machine_has(static_cast<Isa>(isa))) {
+      names.emplace_back(kNames[isa]);
     }
   }
   return names;
@@ -144,18 +149,15 @@ std::vector<std::string> available_isas() {
 
 Isa current_isa() { return static_cast<Isa>(isa_in_use().load(std::memory_order_relaxed)); }
 
-Isa vector_isa() {
-  const Isa isa = current_isa();
-  return isa == Isa::amx ? Isa::avx512 : isa == Isa::amx_emulated ? Isa::baseline : isa;
-}
+Isa vector_isa() { return kVectors[static_cast<int>(current_isa())]; }
 
 void set_isa(const std::string& name) { isa_in_use().store(static_cast<int>(parse_isa(name, "set_isa"))); }
 
-void note_kernel(const char* op, const char* level) {
+void record_kernel(const char* op, const char* isa) {
   last_op = op;
-  last_level = level;
+  last_isa = isa;
 }
 
-std::string last_kernel() { return std::string(last_op) + "/" + last_level; }
+std::string last_kernel() { return std::string(last_op) + "/" + last_isa; }
 
 }  // namespace overtone

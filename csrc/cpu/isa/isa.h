@@ -1,40 +1,65 @@
-// Which instruction set the CPU kernels use: detected once, capped by OVERTONE_CPU_ISA or by set_isa().
+// The instruction sets the CPU kernels are compiled for, and which of them is in use: detected once, capped by
+// OVERTONE_CPU_ISA or by set_isa(). A new one is a name and a row here, its detection in isa.cpp, and its kernels in
+// setup.py's KERNELS.
 #pragma once
 
 #include <string>
 #include <vector>
 
+// Every instruction set, lowest first; the emulated one, which only its name chooses, last.
+#define OVERTONE_ISAS(X, ...) \
+  X(baseline, __VA_ARGS__)    \
+  X(avx2, __VA_ARGS__)        \
+  X(avx512, __VA_ARGS__)      \
+  X(amx, __VA_ARGS__)         \
+  X(amx_emulated, __VA_ARGS__)
+
+// Their rows: whose vectors it has, bytes of a vector, has AVX512-BF16, emulates AMX, what the compiler is told.
+#define OVERTONE_ISA_ROW_baseline (baseline, 16, 0, 0, "")
+#define OVERTONE_ISA_ROW_avx2 (avx2, 32, 0, 0, "avx2,fma,f16c")
+// F, BW, DQ, VL: every server since Skylake.
+#define OVERTONE_ISA_ROW_avx512 (avx512, 64, 0, 0, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+// Products of bf16 on tiles (cpu/simd/amx.h). Every machine with AMX also rounds to bf16 in hardware.
+#define OVERTONE_ISA_ROW_amx (avx512, 64, 1, 0, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+// AMX's tiles in plain C++: slow, the same on every machine, for tests of everything around the tile instructions.
+#define OVERTONE_ISA_ROW_amx_emulated (baseline, 16, 0, 1, "")
+
+#define OVERTONE_ISA_VECTORS(vectors, bytes, avx512bf16, emulates_amx, target) vectors
+#define OVERTONE_ISA_VECTOR_BYTES(vectors, bytes, avx512bf16, emulates_amx, target) bytes
+#define OVERTONE_ISA_HAS_AVX512BF16(vectors, bytes, avx512bf16, emulates_amx, target) avx512bf16
+#define OVERTONE_ISA_EMULATES_AMX(vectors, bytes, avx512bf16, emulates_amx, target) emulates_amx
+#define OVERTONE_ISA_TARGET(vectors, bytes, avx512bf16, emulates_amx, target) target
+
+// OVERTONE_ISA_COLUMN(VECTORS, amx) is avx512.
+#define OVERTONE_ISA_COLUMN(column, isa) OVERTONE_ISA_COLUMN_(OVERTONE_ISA_##column, isa)
+#define OVERTONE_ISA_COLUMN_(column, isa) OVERTONE_ISA_PICK(column, OVERTONE_ISA_ROW_##isa)
+#define OVERTONE_ISA_PICK(column, row) column row
+
 namespace overtone {
 
-// amx is avx512 and products of bfloat16 on tiles. amx_emulated, for tests, is baseline with those tiles in plain C++:
-// every machine has it, and only its name chooses it.
-enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2, amx = 3, amx_emulated = 4 };
+#define OVERTONE_ENUMERATOR(isa, ...) isa,
+enum class Isa : int { OVERTONE_ISAS(OVERTONE_ENUMERATOR) };
+#undef OVERTONE_ENUMERATOR
 
-constexpr int kVectorLevels = 3;  // those that differ in their vectors
+constexpr int kIsas = static_cast<int>(Isa::amx_emulated) + 1;
 
 const char* isa_name(Isa isa);
 
-// Every level this CPU and operating system can run, lowest first; not the emulated one.
+// Every instruction set this CPU and operating system can run, lowest first; not the emulated one.
 std::vector<std::string> available_isas();
 
-// The level in use: the best available one that does not exceed the cap.
+// The one in use: the best available one that does not exceed the cap.
 Isa current_isa();
 
-// The level of its vectors.
+// The one of its vectors: what all kernels but those of bf16 use.
 Isa vector_isa();
 
-// Caps the level for this process. Throws if the name is unknown or the machine lacks the level.
+// Caps the instruction set for this process. Throws if the name is unknown or the machine lacks it.
 void set_isa(const std::string& name);
 
-// Picks the entry of a per-level table {baseline, avx2, avx512}.
-template <class Kernels>
-const Kernels& for_current_isa(const Kernels* const (&table)[kVectorLevels]) {
-  return *table[static_cast<int>(vector_isa())];
-}
-
-// The kernel that ran last for this thread, as "op/level". Each level's translation unit names itself, so a
-// test that forces a level can assert that this level really ran.
-void note_kernel(const char* op, const char* level);
+// The kernel that ran last for this thread, as "op/isa". The kernels of each instruction set name themselves, so a
+// test that forces one can assert that it really ran.
+void record_kernel(const char* op, const char* isa);
 std::string last_kernel();
 
 }  // namespace overtone

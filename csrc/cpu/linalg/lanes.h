@@ -6,7 +6,7 @@
 #include "cpu/simd/transpose.h"
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // The same matrix element of every lane is one vector. Small matrices have no gaps. Rows of larger ones are an odd
 // number of vectors apart, or all elements of a column would share a few lines of the cache; and not about a multiple
@@ -137,4 +137,4 @@ void store_lanes(const LaneMatrix<A>& source, int64_t rows, int64_t columns, int
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

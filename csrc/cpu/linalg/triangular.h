@@ -3,7 +3,7 @@
 
 #include "cpu/gemm/blocked.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr int64_t kTriangleBlock = 32;
 
@@ -40,4 +40,4 @@ void solve_triangular(const A* t, int64_t ldt, int64_t rows, A* x, int64_t ld, i
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

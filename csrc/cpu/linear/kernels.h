@@ -1,10 +1,10 @@
-// The linear layers' kernels, written once and compiled for every ISA level.
+// The linear layers' kernels, written once and compiled for every instruction set.
 #pragma once
 
 #include "cpu/linear/mlp.h"
 #include "cpu/linear/token_block.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // The tokens over which a product runs before its sum meets the partial ones, as kLinearDepth.
 #if OVERTONE_VECTOR_BYTES == 16
@@ -113,7 +113,7 @@ template <template <class> class Worker, class Call>
 void run_items(ElementType type, const Call& call, WorkQueue& queue) {
   const auto run = [&](auto element) {
     Worker<decltype(element)> worker(call);
-    for (int64_t item; (item = take_item(queue)) >= 0;) {
+    for (int64_t item; (item = queue.pop()) >= 0;) {
       worker.run(item);
     }
   };
@@ -137,7 +137,7 @@ inline void weight_gradient(const WeightGradient& call, WorkQueue& queue) {
 }
 
 extern const LinearKernels linear_kernels = {
-    .level = OVERTONE_LEVEL_NAME,
+    .isa = OVERTONE_ISA_NAME,
     .packing = panel_packing,
     .linear_forward = &linear_forward,
     .mlp_forward = &mlp_forward,
@@ -145,4 +145,4 @@ extern const LinearKernels linear_kernels = {
     .weight_gradient = &weight_gradient,
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

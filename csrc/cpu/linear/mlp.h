@@ -4,7 +4,7 @@
 #include "cpu/linear/token_block.h"
 #include "cpu/simd/gelu.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Hidden channels at a time: a block of tokens' operands and results then stay in the second-level cache.
 constexpr int64_t kHiddenGroup = 192;
@@ -168,4 +168,4 @@ class MlpBackwardBlocks {
   const A* zeros_;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -1,27 +1,14 @@
-// Linear layers and the MLP on CPU tensors: from the dispatcher to the kernels of the current ISA level.
+// Linear layers and the MLP on CPU tensors: from the dispatcher to the kernels of the instruction set in use.
 // Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
 #include "cpu/linear/params.h"
 
 #include <tuple>
 
 #include "cpu/gemm/packed.h"
-#include "cpu/isa/isa.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
 namespace {
-
-const LinearKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, &avx2::linear_kernels,
-                                                            &avx512::linear_kernels};
-#else
-  static const LinearKernels* const table[kVectorLevels] = {&baseline::linear_kernels, nullptr, nullptr};
-#endif
-  const LinearKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
 
 StridedMatrix matrix(const Tensor& tensor, const char* op) {
   return {element_type(tensor, op, "x"), tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
@@ -62,7 +49,7 @@ Tensor packed_as_is(const LinearKernels& run, const Tensor& weight, const char* 
 }
 
 void multiply_tokens(const LinearKernels& run, const LinearForward& call) {
-  for_items(call.items(), [&](WorkQueue& queue) { run.linear_forward(call, queue); });
+  parallel_items(call.items(), kLargeItems, [&](WorkQueue& queue) { run.linear_forward(call, queue); });
 }
 
 struct LayerGradients {
@@ -76,7 +63,7 @@ LayerGradients layer_gradients(const LinearKernels& run, bool wanted, WeightGrad
   if (wanted) {
     call.grad_weight = grads.weight.data_ptr();
     call.grad_bias = grads.bias.data_ptr();
-    for_items(call.items(), [&](WorkQueue& queue) { run.weight_gradient(call, queue); });
+    parallel_items(call.items(), kLargeItems, [&](WorkQueue& queue) { run.weight_gradient(call, queue); });
   }
   return grads;
 }
@@ -93,7 +80,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     check_bias(*bias, call.outputs, x, "bias", op);
     call.bias = bias->data_ptr();
   }
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {call.tokens, call.outputs});
   const Tensor panels = packed_transposed(run, weight, op);
   call.x = matrix(x, op);
@@ -112,7 +99,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   const int64_t inputs = x.size(1);
   const int64_t outputs = weight.size(0);
   check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
   if (need_x) {
     const Tensor panels = packed_as_is(run, weight, op);
@@ -127,7 +114,7 @@ MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const ch
   check_tokens(x, op);
   check_weight(w1, x.size(1), x, "w1", op);
   check_weight(w2, w1.size(0), x, "w2", op);
-  constexpr int64_t kLine = 16;  // a cache line, whole vectors on every level
+  constexpr int64_t kLine = 16;  // a cache line, whole vectors for every instruction set
   MlpShape shape;
   shape.tokens = x.size(0);
   shape.inputs = x.size(1);
@@ -144,7 +131,7 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   const MlpShape& shape = call.shape;
   check_bias(b1, shape.hidden, x, "b1", op);
   check_bias(b2, shape.outputs, x, "b2", op);
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {shape.tokens, shape.outputs});
   Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
   const Tensor w1_panels = packed_transposed(run, w1, op);
@@ -156,7 +143,7 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   call.b2 = b2.data_ptr();
   call.pre = need_backward ? pre.data_ptr() : nullptr;
   call.y = y.data_ptr();
-  for_items(shape.items(), [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
+  parallel_items(shape.items(), kLargeItems, [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
   return {y, pre};
 }
 
@@ -168,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   const MlpShape& shape = call.shape;
   check_tensor(grad_y, {{shape.tokens, shape.outputs}, x.scalar_type()}, "grad_y", op);
   check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
-  const LinearKernels& run = kernels(op);
+  const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
   const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
   const Tensor active = allocated_if(need_weights, x, blocked);
@@ -182,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   call.active = need_weights ? active.data_ptr() : nullptr;
   call.grad_pre = need_weights ? grad_pre.data_ptr() : nullptr;
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
-  for_items(shape.items(), [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
+  parallel_items(shape.items(), kLargeItems, [&](WorkQueue& queue) { run.mlp_backward(call, queue); });
 
   const auto blocks = [&](void* data) {
     return BlockedMatrix{{call.grad_y.type, data, kLinearBlock, 1}, shape.tokens * kLinearBlock};

@@ -1,4 +1,4 @@
-// Linear layers, and the MLP made of two of them, as the kernels of every ISA level compute them:
+// Linear layers, and the MLP made of two of them, as the kernels of every instruction set compute them:
 //     linear  y = x Wᵀ + b
 //     mlp     y = GELU(h) W₂ᵀ + b₂,  h = x W₁ᵀ + b₁
 //
@@ -9,8 +9,9 @@
 #include <cstdint>
 
 #include "cpu/gemm/params.h"
+#include "cpu/isa/dispatch.h"
+#include "cpu/parallel.h"
 #include "cpu/strided.h"
-#include "cpu/work_queue.h"
 
 namespace overtone {
 
@@ -67,7 +68,7 @@ struct MlpShape {
   int64_t inputs = 0;
   int64_t hidden = 0;
   int64_t outputs = 0;
-  int64_t stride = 0;  // of rows of h: at least `hidden`, whole vectors on every level
+  int64_t stride = 0;  // of rows of h: at least `hidden`, whole vectors for every instruction set
 
   int64_t blocks() const { return (hidden + kLinearBlock - 1) / kLinearBlock; }
   int64_t items() const { return (tokens + kLinearTokens - 1) / kLinearTokens; }
@@ -97,7 +98,7 @@ struct MlpBackward {
 };
 
 struct LinearKernels {
-  const char* level;
+  const char* isa;
   PackingKernels packing;
   void (*linear_forward)(const LinearForward&, WorkQueue&);
   void (*mlp_forward)(const MlpForward&, WorkQueue&);
@@ -105,14 +106,6 @@ struct LinearKernels {
   void (*weight_gradient)(const WeightGradient&, WorkQueue&);
 };
 
-namespace baseline {
-extern const LinearKernels linear_kernels;
-}
-namespace avx2 {
-extern const LinearKernels linear_kernels;
-}
-namespace avx512 {
-extern const LinearKernels linear_kernels;
-}
+OVERTONE_KERNELS(LinearKernels, linear_kernels);
 
 }  // namespace overtone

@@ -6,7 +6,7 @@
 #include "cpu/linear/params.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // The depth over which a product runs before its sum meets the partial ones, for exactness and so that a panel stays in
 // the first-level cache. Without fused multiplication and addition every term is rounded twice.
@@ -98,4 +98,4 @@ const A* padded_bias(const void* bias, int64_t size, A* out) {
   return out;
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

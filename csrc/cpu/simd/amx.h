@@ -6,13 +6,13 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr int64_t kTileSize = 16;   // rows of a tile, and columns of B and C
 constexpr int64_t kTileDepth = 32;  // columns of A, rows of B
 constexpr int64_t kTileElements = kTileSize * kTileDepth;
 
-#if defined(OVERTONE_EMULATES_TILES)
+#if OVERTONE_EMULATES_AMX
 
 struct TileRegister {
   alignas(64) unsigned char rows[kTileSize][64];
@@ -173,4 +173,4 @@ inline void multiply_tiles(int64_t row_tiles, int64_t column_tiles, int64_t dept
 
 constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

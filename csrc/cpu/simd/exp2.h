@@ -3,7 +3,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A>
 struct FloatBits;
@@ -91,4 +91,4 @@ OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
 }
 #endif
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

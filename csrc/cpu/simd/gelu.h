@@ -3,7 +3,7 @@
 
 #include "cpu/simd/exp2.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Φ(−t) exp(t²/2) for t ≥ 0 as a polynomial of u = 1 − 2 kCenter / (t + kCenter), interpolated in Chebyshev's points
 // of what exp(−t²/2) leaves above zero: error 2.0e-9, and 1.5e-17 in float64.
@@ -62,4 +62,4 @@ OVERTONE_INLINE GeluAndSlope<A> gelu_and_slope(Vector<A> x) {
   return {x * at.below, at.below + x * kDensity * at.bell};
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -3,7 +3,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Interleaves row i with row i + half, for every i.
 template <class A, size_t... kLane>
@@ -136,4 +136,4 @@ OVERTONE_INLINE void transpose_square(Vector<A> (&rows)[kLanes<A>]) {
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

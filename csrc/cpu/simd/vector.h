@@ -1,19 +1,19 @@
 // Vectors of float or double on GCC's and Clang's vector extensions, and loads and stores that convert.
 //
-// Included by the kernel headers of every ISA level, inside a translation unit that has chosen its level with
-// cpu/level_*.h. Everything here lives in that level's own namespace: the same template compiled for two levels
+// Included by the kernel headers, inside a translation unit that has chosen its instruction set with
+// cpu/isa/begin.h. Everything here lives in its own namespace: the same template compiled for two instruction sets
 // must never be merged by the linker, or a machine without AVX-512 would run AVX-512 code.
 #pragma once
 
-#ifndef OVERTONE_LEVEL
-#error "include a cpu/level_*.h header first"
+#ifndef OVERTONE_ISA
+#error "define OVERTONE_ISA and include cpu/isa/begin.h first"
 #endif
 
 #define OVERTONE_STRINGIFY_(x) #x
 #define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
-#define OVERTONE_LEVEL_NAME OVERTONE_STRINGIFY(OVERTONE_LEVEL)
+#define OVERTONE_ISA_NAME OVERTONE_STRINGIFY(OVERTONE_ISA)
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 #define OVERTONE_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)
@@ -110,7 +110,7 @@ OVERTONE_INLINE Vector<Accumulator<T>> load_full(const T* p) {
 
 // The bfloat16 numbers nearest to v (NaN kept quiet), in the low halves of 32-bit words.
 OVERTONE_INLINE Words bfloat16_words(Vector<float> v) {
-#if defined(OVERTONE_ROUNDS_TO_BFLOAT16)
+#if OVERTONE_HAS_AVX512BF16
   return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)_mm512_maskz_cvtneps_pbh(0xffff, v));
 #else
   Words bits;
@@ -127,7 +127,7 @@ OVERTONE_INLINE void store_full(Vector<Accumulator<T>> v, T* p) {
   if constexpr (std::is_same_v<T, A>) {
     std::memcpy(p, &v, sizeof v);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-#if defined(OVERTONE_ROUNDS_TO_BFLOAT16)
+#if OVERTONE_HAS_AVX512BF16
     const auto out = _mm512_maskz_cvtneps_pbh(0xffff, v);
 #else
     typedef uint16_t Narrow __attribute__((vector_size(OVERTONE_VECTOR_BYTES / 2)));
@@ -443,4 +443,4 @@ OVERTONE_INLINE Vector<float> narrow_halves(Vector<double> lower, Vector<double>
 #endif
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -3,7 +3,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A, int kParts>
 struct PackMask {
@@ -121,4 +121,4 @@ OVERTONE_INLINE Pack<A, kParts> with_sign_of(const Pack<A, kParts>& a, const Pac
   return Pack<A, kParts>::make([&](int k) { return with_sign_of<A>(a.part[k], sign.part[k]); });
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

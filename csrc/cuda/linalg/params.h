@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device.h"
+#include "info.h"
 
 namespace overtone::cuda {
 
@@ -41,9 +42,6 @@ struct EigCall {
   T* workspace;  // [count][n][n] where a matrix is too large for shared memory; otherwise null
   int32_t* info;
 };
-
-// Per matrix, as in cpu/linalg/eig/params.h.
-enum EigInfo : int32_t { kSolved = 0, kUnsolved = 1, kNotStochastic = 2 };
 
 // As QrForward in cpu/linalg/qr/params.h.
 template <class T>

@@ -3,7 +3,7 @@
 
 #include "cpu/linalg/eig/matrix.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A becomes D⁻¹ Pᵀ A P D / 2^e, with a permutation P and powers of two D in every lane.
 template <class A>
@@ -326,4 +326,4 @@ class Balance {
   Mask<A> finite_, isolated_;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -10,7 +10,7 @@
 #include "cpu/gemm/prefetch.h"
 #include "cpu/linalg/eig/matrix.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // I − tau (1, v1, v2)ᵀ (1, v1, v2), on three neighbouring rows or columns.
 template <class A>
@@ -468,4 +468,4 @@ class Francis {
   ComingRows& coming_;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

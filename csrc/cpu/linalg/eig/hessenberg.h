@@ -7,7 +7,7 @@
 
 #include "cpu/linalg/eig/matrix.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // On plain numbers what simd.h has on vectors.
 template <class A>
@@ -309,4 +309,4 @@ void accumulate_reflectors(DenseLanes<A> a, const Vector<A>* taus, Vector<A>* wo
   }
 }
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

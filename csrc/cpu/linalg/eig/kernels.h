@@ -9,7 +9,7 @@
 #include "cpu/linalg/lanes.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A>
 class EigGroup {
@@ -390,7 +390,7 @@ class EigGroup {
 template <class A>
 void eig_groups(const Eig& call, WorkQueue& groups) {
   EigGroup<A> solver(call);
-  for (int64_t group = take_item(groups); group >= 0; group = take_item(groups)) {
+  for (int64_t group = groups.pop(); group >= 0; group = groups.pop()) {
     solver.solve(group);
   }
 }
@@ -401,6 +401,6 @@ inline void eig(const Eig& call, WorkQueue& groups) {
 
 inline int64_t eig_lanes(bool is_float64) { return is_float64 ? kLanes<double> : kLanes<float>; }
 
-extern const EigKernels eig_kernels = {OVERTONE_LEVEL_NAME, &eig_lanes, &eig};
+extern const EigKernels eig_kernels = {OVERTONE_ISA_NAME, &eig_lanes, &eig};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -137,7 +137,7 @@ void solve_range(const Eig& call, const EigKernels& kernels, const Tensor& like,
 }  // namespace
 
 void solve_by_lapack(const Eig& call, const EigKernels& kernels, const Tensor& like) {
-  parallel_ranges(call.matrices.count, 1, [&](int64_t begin, int64_t end) {
+  parallel_ranges(call.matrices.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
     call.is_float64 ? solve_range<double>(call, kernels, like, begin, end)
                     : solve_range<float>(call, kernels, like, begin, end);

@@ -3,7 +3,7 @@
 
 #include "cpu/simd/vector.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Matrices are scaled so that this and smaller numbers are nothing beside their norm. Its square is still accurate.
 template <class A>
@@ -47,4 +47,4 @@ struct HessenbergLanes {
   }
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

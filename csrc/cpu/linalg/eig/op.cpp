@@ -14,18 +14,6 @@ namespace {
 
 constexpr int64_t kLargestForLanes = 512;
 
-const EigKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const EigKernels* const table[kVectorLevels] = {&baseline::eig_kernels, &avx2::eig_kernels,
-                                                         &avx512::eig_kernels};
-#else
-  static const EigKernels* const table[kVectorLevels] = {&baseline::eig_kernels, nullptr, nullptr};
-#endif
-  const EigKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
-
 // Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as a group of lanes does
 // (benchmarks/linalg/crossover.py; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads
 // must not matter, or they would change the bits.
@@ -63,13 +51,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   if (call.n == 0) {
     std::fill_n(call.info, call.matrices.count, kSolved);
   } else if (call.matrices.count > 0) {
-    const auto& run = kernels(op);
+    const auto& run = eig_kernels_table.get(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
     if (row_stochastic || is_for_lanes(call, groups)) {
-      const int64_t grain = std::max<int64_t>(1, 4096 / call.n / call.n / call.n);  // n³ may be beyond all integers
-      for_items(groups, [&](WorkQueue& queue) { run.eig(call, queue); }, grain);
+      const double n = static_cast<double>(call.n);
+      parallel_items(groups, {50 * n * n * n}, [&](WorkQueue& queue) { run.eig(call, queue); });
     } else {
-      note_kernel(op, "lapack");
+      record_kernel(op, "lapack");
       solve_by_lapack(call, run, a);
     }
   }

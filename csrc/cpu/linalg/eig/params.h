@@ -3,13 +3,12 @@
 
 #include <cstdint>
 
+#include "cpu/isa/dispatch.h"
 #include "cpu/matrix_batch.h"
-#include "cpu/work_queue.h"
+#include "cpu/parallel.h"
+#include "info.h"
 
 namespace overtone {
-
-// Per matrix: solved; not finite or not converged; promised to be row-stochastic and is not.
-enum EigInfo : int32_t { kSolved = 0, kUnsolved = 1, kNotStochastic = 2 };
 
 // A V = V diag(λ) of n × n matrices. Complex results are (real, imaginary) pairs; those of a matrix with an info are
 // NaN.
@@ -21,24 +20,16 @@ struct Eig {
   void* eigenvalues = nullptr;  // [count, n]
   void* right = nullptr;        // [count, n, n]: eigenvectors of length one as columns; null: not wanted
   void* left = nullptr;         // [count, n, n]: columns w with wᴴ A = λ wᴴ, scaled so that wᴴ v = 1; only with right
-  int32_t* info = nullptr;      // [count]
+  int32_t* info = nullptr;      // [count], of Info
   int64_t threads = 1;          // that take groups in turn; changes nothing but which memory is asked for early
 };
 
 struct EigKernels {
-  const char* level;
+  const char* isa;
   int64_t (*lanes)(bool is_float64);  // matrices of a group
   void (*eig)(const Eig& call, WorkQueue& groups);
 };
 
-namespace baseline {
-extern const EigKernels eig_kernels;
-}
-namespace avx2 {
-extern const EigKernels eig_kernels;
-}
-namespace avx512 {
-extern const EigKernels eig_kernels;
-}
+OVERTONE_KERNELS(EigKernels, eig_kernels);
 
 }  // namespace overtone

@@ -3,7 +3,7 @@
 
 #include "cpu/linalg/eig/matrix.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A>
 struct Complex {
@@ -209,4 +209,4 @@ class SchurVectors {
   V known_from_[kColumns];
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -5,7 +5,7 @@
 #include "cpu/linalg/lanes.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // store(i, j, Σ_l left(i, l) right(l, j)) for every lane, in blocks that stay in registers.
 template <class A, int kRows, int kColumns, class Left, class Right, class Store>
@@ -355,4 +355,4 @@ class EighGradient {
   A* grad_values_;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

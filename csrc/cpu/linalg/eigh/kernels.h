@@ -7,7 +7,7 @@
 #include "cpu/linalg/eigh/tridiagonal.h"
 #include "cpu/simd/scratch.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Powers of two that take every lane's matrix to about 1 in size, and its eigenvalues back; two of each, because one
 // could overflow. No digit is lost, whether entries are subnormal or near overflow.
@@ -298,8 +298,8 @@ inline void eigh_divide_by_gaps(const EighBackward& call, int64_t index, const v
       : divide_by_gaps(call, index, static_cast<const float*>(m), static_cast<float*>(k));
 }
 
-extern const EighKernels eigh_kernels = {OVERTONE_LEVEL_NAME, &eigh_matrices_per_item,
-                                         &eigh_solve,         &eigh_matrices_per_backward_item,
-                                         &eigh_backward,      &eigh_divide_by_gaps};
+extern const EighKernels eigh_kernels = {OVERTONE_ISA_NAME, &eigh_matrices_per_item,
+                                         &eigh_solve,       &eigh_matrices_per_backward_item,
+                                         &eigh_backward,    &eigh_divide_by_gaps};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

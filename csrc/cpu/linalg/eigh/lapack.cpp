@@ -109,7 +109,7 @@ void backward_range(const EighBackward& call, const EighKernels& kernels, const 
 }  // namespace
 
 void solve_by_lapack(const Eigh& call, const EighKernels& kernels, const Tensor& like) {
-  parallel_ranges(call.a.count, 1, [&](int64_t begin, int64_t end) {
+  parallel_ranges(call.a.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
     call.type == ElementType::float64 ? solve_range<double>(call, kernels, like, begin, end)
                                       : solve_range<float>(call, kernels, like, begin, end);
@@ -117,7 +117,7 @@ void solve_by_lapack(const Eigh& call, const EighKernels& kernels, const Tensor&
 }
 
 void backward_by_blas(const EighBackward& call, const EighKernels& kernels, const Tensor& like) {
-  parallel_ranges(call.vectors.count, 1, [&](int64_t begin, int64_t end) {
+  parallel_ranges(call.vectors.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
     call.type == ElementType::float64 ? backward_range<double>(call, kernels, like, begin, end)
                                       : backward_range<float>(call, kernels, like, begin, end);

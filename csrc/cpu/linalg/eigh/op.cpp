@@ -12,24 +12,11 @@
 namespace overtone {
 namespace {
 
-const EighKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const EighKernels* const table[kVectorLevels] = {&baseline::eigh_kernels, &avx2::eigh_kernels,
-                                                          &avx512::eigh_kernels};
-#else
-  static const EighKernels* const table[kVectorLevels] = {&baseline::eigh_kernels, nullptr, nullptr};
-#endif
-  const EighKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
-
-// Runs work(begin, end) over items of `per_item` matrices; about n³ operations each, of which tens of thousands hide
-// the cost of waking a thread.
+// Runs work(begin, end) over items of `per_item` matrices.
 template <class Work>
-void for_matrices(int64_t count, int64_t per_item, int64_t n, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / per_item / n / n / n);  // n³ may be beyond all integers
-  parallel_ranges((count + per_item - 1) / per_item, grain, work);
+void for_matrices(int64_t count, int64_t per_item, int64_t size, const Work& work) {
+  const double n = static_cast<double>(size);
+  parallel_ranges((count + per_item - 1) / per_item, {6 * n * n * n * static_cast<double>(per_item)}, work);
 }
 
 // Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as an item of lanes does
@@ -64,12 +51,12 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   call.info = static_cast<int32_t*>(info.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.info, call.a.count, 0);
-  } else if (const auto& run = kernels(op);
+  } else if (const auto& run = eigh_kernels_table.get(op);
              is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
     for_matrices(call.a.count, run.matrices_per_item(call), call.n,
                  [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
-    note_kernel(op, "lapack");
+    record_kernel(op, "lapack");
     solve_by_lapack(call, run, a);
   }
   return {out_values, torch::stable::transpose(out_vectors, -2, -1), info};
@@ -109,7 +96,7 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   call.pair = static_cast<int32_t*>(pair.data_ptr());
   if (call.n == 0) {
     std::fill_n(call.pair, 2 * call.vectors.count, -1);
-  } else if (const auto& run = kernels(op); is_for_lanes(
+  } else if (const auto& run = eigh_kernels_table.get(op); is_for_lanes(
                  call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
     for_matrices(call.vectors.count, run.matrices_per_backward_item(call), call.n,
                  [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });

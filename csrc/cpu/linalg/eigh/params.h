@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/dtype.h"
+#include "cpu/isa/dispatch.h"
 #include "cpu/matrix_batch.h"
 
 namespace overtone {
@@ -41,7 +42,7 @@ struct EighBackward {
 };
 
 struct EighKernels {
-  const char* level;
+  const char* isa;
   int64_t (*matrices_per_item)(const Eigh&);
   void (*solve)(const Eigh&, int64_t begin, int64_t end);
   int64_t (*matrices_per_backward_item)(const EighBackward&);
@@ -50,14 +51,6 @@ struct EighKernels {
   void (*divide_by_gaps)(const EighBackward&, int64_t index, const void* m, void* k);
 };
 
-namespace baseline {
-extern const EighKernels eigh_kernels;
-}
-namespace avx2 {
-extern const EighKernels eigh_kernels;
-}
-namespace avx512 {
-extern const EighKernels eigh_kernels;
-}
+OVERTONE_KERNELS(EighKernels, eigh_kernels);
 
 }  // namespace overtone

@@ -8,7 +8,7 @@
 #include "cpu/linalg/lanes.h"
 #include "cpu/simd/vector_group.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A, int kGroups>
 class ImplicitQl {
@@ -231,4 +231,4 @@ class ImplicitQl {
   int64_t last_ = -1;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

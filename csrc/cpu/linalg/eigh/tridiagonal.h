@@ -6,7 +6,7 @@
 
 #include "cpu/linalg/lanes.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Where T goes. Entries are `stride` elements apart: QL keeps several groups of lanes side by side.
 template <class A>
@@ -244,4 +244,4 @@ class Tridiagonalization {
   A* w_[2];      // [n] each: this step's update and the previous one's
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

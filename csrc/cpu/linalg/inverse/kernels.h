@@ -6,7 +6,7 @@
 #include "cpu/linalg/qr/householder.h"
 #include "cpu/linalg/triangular.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // Rows are products' depth: B[k][j] = rows[k][j], times factors[k] if there are any.
 template <class A>
@@ -246,7 +246,7 @@ inline void general_backward(const ComposeBackward& call, int64_t begin, int64_t
                                     : general_backward_items<float>(call, begin, end);
 }
 
-extern const SpectrumKernels spectrum_kernels = {OVERTONE_LEVEL_NAME, &symmetric_forward, &symmetric_backward,
+extern const SpectrumKernels spectrum_kernels = {OVERTONE_ISA_NAME, &symmetric_forward, &symmetric_backward,
                                                  &general_forward, &general_backward};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

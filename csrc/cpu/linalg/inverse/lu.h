@@ -3,7 +3,7 @@
 
 #include "cpu/linalg/triangular.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A>
 class Inverse {
@@ -110,4 +110,4 @@ class Inverse {
   int64_t* row_of_;  // which row of the matrix stands where
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

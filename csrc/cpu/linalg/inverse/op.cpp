@@ -11,18 +11,6 @@
 namespace overtone {
 namespace {
 
-const SpectrumKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const SpectrumKernels* const table[kVectorLevels] = {&baseline::spectrum_kernels, &avx2::spectrum_kernels,
-                                                              &avx512::spectrum_kernels};
-#else
-  static const SpectrumKernels* const table[kVectorLevels] = {&baseline::spectrum_kernels, nullptr, nullptr};
-#endif
-  const SpectrumKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
-
 std::vector<int64_t> vectors_shape(const Tensor& matrix) {
   std::vector<int64_t> sizes = sizes_of(matrix);
   sizes.pop_back();
@@ -41,10 +29,8 @@ void check_like(const Tensor& tensor, const Tensor& matrix, bool contiguous, con
 
 template <class Call>
 void for_matrices(const Call& call, int64_t count, void (*kernel)(const Call&, int64_t, int64_t)) {
-  constexpr int64_t kFlopsPerTask = 200000;
-  const int64_t flops = std::max<int64_t>(1, 4 * call.size * call.size * call.size);
-  parallel_ranges(count, std::max<int64_t>(1, kFlopsPerTask / flops),
-                  [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+  const double n = static_cast<double>(call.size);
+  parallel_ranges(count, {4 * n * n * n}, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
 }
 
 void raise_failed(const std::vector<int32_t>& failed, const Tensor& matrix, const char* op, const char* reason) {
@@ -72,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> compose_symmetric(Tensor theta, Tensor eigenv
   call.r = r.data_ptr();
   std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
-  for_matrices(call, call.matrix.count, kernels(op).symmetric_forward);
+  for_matrices(call, call.matrix.count, spectrum_kernels_table.get(op).symmetric_forward);
   raise_failed(failed, theta, op, "of theta is not finite");
   return {weight, q, r};
 }
@@ -96,7 +82,7 @@ std::tuple<Tensor, Tensor> compose_symmetric_backward(Tensor grad_weight, Tensor
   call.grad_eigenvalues = grad_eigenvalues.data_ptr();
   std::vector<int32_t> failed = buffer<int32_t>(call.grad_weight.count);
   call.failed = failed.data();
-  for_matrices(call, call.grad_weight.count, kernels(op).symmetric_backward);
+  for_matrices(call, call.grad_weight.count, spectrum_kernels_table.get(op).symmetric_backward);
   raise_failed(failed, q, op, "of theta has no gradient: its columns are linearly dependent");
   return {grad_theta, grad_eigenvalues};
 }
@@ -115,7 +101,7 @@ std::tuple<Tensor, Tensor> compose_general(Tensor v, Tensor eigenvalues) {
   call.basis = inverse.data_ptr();
   std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
-  for_matrices(call, call.matrix.count, kernels(op).general_forward);
+  for_matrices(call, call.matrix.count, spectrum_kernels_table.get(op).general_forward);
   raise_failed(failed, v, op, "of v has no inverse: it is singular or not finite");
   return {weight, inverse};
 }
@@ -139,7 +125,7 @@ std::tuple<Tensor, Tensor> compose_general_backward(Tensor grad_weight, Tensor v
   call.grad_eigenvalues = grad_eigenvalues.data_ptr();
   std::vector<int32_t> failed = buffer<int32_t>(call.matrix.count);
   call.failed = failed.data();
-  for_matrices(call, call.matrix.count, kernels(op).general_backward);
+  for_matrices(call, call.matrix.count, spectrum_kernels_table.get(op).general_backward);
   return {grad_v, grad_eigenvalues};
 }
 

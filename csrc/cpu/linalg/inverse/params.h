@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/dtype.h"
+#include "cpu/isa/dispatch.h"
 #include "cpu/matrix_batch.h"
 
 namespace overtone {
@@ -36,21 +37,13 @@ struct ComposeBackward {
 };
 
 struct SpectrumKernels {
-  const char* level;
+  const char* isa;
   void (*symmetric_forward)(const ComposeForward&, int64_t begin, int64_t end);
   void (*symmetric_backward)(const ComposeBackward&, int64_t begin, int64_t end);
   void (*general_forward)(const ComposeForward&, int64_t begin, int64_t end);
   void (*general_backward)(const ComposeBackward&, int64_t begin, int64_t end);
 };
 
-namespace baseline {
-extern const SpectrumKernels spectrum_kernels;
-}
-namespace avx2 {
-extern const SpectrumKernels spectrum_kernels;
-}
-namespace avx512 {
-extern const SpectrumKernels spectrum_kernels;
-}
+OVERTONE_KERNELS(SpectrumKernels, spectrum_kernels);
 
 }  // namespace overtone

@@ -7,7 +7,7 @@
 
 #include "cpu/gemm/blocked.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 constexpr int64_t kPanel = 16;
 constexpr int64_t kReflectRows = 48;  // columns of the matrix that meet a panel at a time: they stay in the L2 cache
@@ -396,4 +396,4 @@ class Householder {
   bool is_scaled_ = false;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -6,7 +6,7 @@
 #include "cpu/linalg/qr/params.h"
 #include "cpu/linalg/triangular.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 template <class A>
 void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
@@ -198,6 +198,6 @@ inline void qr_backward(const QrBackward& call, int64_t begin, int64_t end) {
                                     : qr_backward_items<float>(call, begin, end);
 }
 
-extern const QrKernels qr_kernels = {OVERTONE_LEVEL_NAME, &qr_forward, &qr_backward};
+extern const QrKernels qr_kernels = {OVERTONE_ISA_NAME, &qr_forward, &qr_backward};
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -6,7 +6,7 @@
 #include "cpu/linalg/qr/householder.h"
 #include "cpu/linalg/qr/params.h"
 
-namespace overtone::OVERTONE_LEVEL {
+namespace overtone::OVERTONE_ISA {
 
 // A matrix that has no decomposition has NaN for one.
 template <class A>
@@ -395,4 +395,4 @@ class LaneQr {
   ComingRows coming_;
 };
 
-}  // namespace overtone::OVERTONE_LEVEL
+}  // namespace overtone::OVERTONE_ISA

@@ -3,7 +3,6 @@
 #include "cpu/linalg/qr/params.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <tuple>
 
 #include "cpu/isa/isa.h"
@@ -12,25 +11,10 @@
 namespace overtone {
 namespace {
 
-const QrKernels& kernels(const char* op) {
-#if defined(__x86_64__)
-  static const QrKernels* const table[kVectorLevels] = {&baseline::qr_kernels, &avx2::qr_kernels, &avx512::qr_kernels};
-#else
-  static const QrKernels* const table[kVectorLevels] = {&baseline::qr_kernels, nullptr, nullptr};
-#endif
-  const QrKernels& chosen = for_current_isa(table);
-  note_kernel(op, chosen.level);
-  return chosen;
-}
-
-// Items per task, so that a task is worth waking a thread for. The operations of an item, which may be more than
-// integers count, come as factors.
-int64_t grain(std::initializer_list<int64_t> flops_per_item) {
-  int64_t items = 200000;
-  for (const int64_t factor : flops_per_item) {
-    items /= std::max<int64_t>(1, factor);
-  }
-  return std::max<int64_t>(1, items);
+// Of an item of `matrices` products of these sizes, `passes` of them.
+Cost cost_of(int passes, int64_t rows, int64_t columns, int64_t inner, int64_t matrices = 1) {
+  const auto count = [](int64_t n) { return static_cast<double>(n); };
+  return {passes * count(rows) * count(columns) * count(inner) * count(matrices)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
@@ -57,10 +41,10 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
   call.q = q.data_ptr();
   call.r = r.data_ptr();
   call.info = static_cast<int32_t*>(info.data_ptr());
-  const auto& run = kernels(op);
+  const auto& run = qr_kernels_table.get(op);
   if (call.items() > 0) {
     const int64_t matrices_per_item = call.is_small() ? kQrGroup : 1;
-    parallel_ranges(call.items(), grain({4, call.rows, call.columns, call.r_rows, matrices_per_item}),
+    parallel_ranges(call.items(), cost_of(4, call.rows, call.columns, call.r_rows, matrices_per_item),
                     [&](int64_t begin, int64_t end) { run.forward(call, begin, end); });
   }
   return {q, r, info};
@@ -99,8 +83,8 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
   const int64_t count = product(leading);
   std::vector<int32_t> singular = buffer<int32_t>(count);
   call.singular = singular.data();
-  const auto& run = kernels(op);
-  parallel_ranges(count, grain({6, call.rows, call.columns, call.columns}),
+  const auto& run = qr_kernels_table.get(op);
+  parallel_ranges(count, cost_of(6, call.rows, call.columns, call.columns),
                   [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   const auto bad = std::find(singular.begin(), singular.end(), 1);
   if (bad != singular.end()) {

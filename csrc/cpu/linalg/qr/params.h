@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cpu/dtype.h"
+#include "cpu/isa/dispatch.h"
 #include "cpu/matrix_batch.h"
 
 namespace overtone {
@@ -47,19 +48,11 @@ struct QrBackward {
 };
 
 struct QrKernels {
-  const char* level;
+  const char* isa;
   void (*forward)(const QrForward&, int64_t begin, int64_t end);
   void (*backward)(const QrBackward&, int64_t begin, int64_t end);
 };
 
-namespace baseline {
-extern const QrKernels qr_kernels;
-}
-namespace avx2 {
-extern const QrKernels qr_kernels;
-}
-namespace avx512 {
-extern const QrKernels qr_kernels;
-}
+OVERTONE_KERNELS(QrKernels, qr_kernels);
 
 }  // namespace overtone

@@ -1,6 +1,6 @@
-#if defined(__x86_64__)
-#include "cpu/isa/amx.h"
-
+#define OVERTONE_ISA amx
+#include "cpu/isa/begin.h"
+#if OVERTONE_COMPILES_ISA
 #include "cpu/isa/amx_probe.h"
 #include "cpu/simd/amx.h"
 
@@ -37,5 +37,5 @@ bool tile_product_is_right() {
 
 }  // namespace overtone::amx
 
-#include "cpu/isa/end.h"
 #endif
+#include "cpu/isa/end.h"
