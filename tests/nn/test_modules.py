@@ -96,7 +96,7 @@ class TestOptions:
         torch.testing.assert_close(module(x, **masks), projected(module, wanted))
 
     def test_centred(self, regime, masks):
-        module, x = attention(regime, centred=True), tokens()
+        module, x = attention(regime, centered=True), tokens()
         weights, value = self.parts(module, x, masks)
         wanted = weights @ value - self.uniform(weights) @ value
         torch.testing.assert_close(module(x, **masks), projected(module, wanted))
@@ -105,7 +105,7 @@ class TestOptions:
         module, x, first = attention(regime, neutreno=0.6), tokens(), torch.randn(B, H, N, C // H).double()
         weights, value = self.parts(module, x, masks)
         wanted = weights @ value + 0.6 * (first - value)
-        torch.testing.assert_close(module(x, first_values=first, **masks), projected(module, wanted))
+        torch.testing.assert_close(module(x, values_0=first, **masks), projected(module, wanted))
         torch.testing.assert_close(module(x, **masks), projected(module, weights @ value))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from overtone import _validate as validate
 from overtone import reference
+from overtone._deprecated import accepts_renamed
 from overtone.nn.linear import has_global_hooks, is_fusible, is_plain
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
@@ -18,7 +19,7 @@ from overtone.ops.linear import linear
 from overtone.spectrum import KINDS, BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
-__all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
+__all__ = ["REGIMES", "SpectralAttention", "evaluate_spectra"]
 
 REGIMES = ("free", "sharpen", "smooth")
 
@@ -36,7 +37,7 @@ class SpectralAttention(nn.Module):
         qkv_bias: biases for queries and keys (and values, where the regime is "free").
         proj_bias: a bias for the output; default: where the regime is "free".
         head_gain: AttnScale's ω, one per head, learned, zero at first.
-        centred: A_h − Π in place of A_h (Ali et al. 2023).
+        centered: A_h − Π in place of A_h (Ali et al. 2023).
         neutreno: NeuTRENO's γ: adds γ(V⁰ − V) to the heads, V⁰ the first layer's values.
         attn_drop: dropout of the attention weights in training, which then runs in plain PyTorch.
         scale: of the logits; None is 1/√(dim / num_heads).
@@ -50,6 +51,7 @@ class SpectralAttention(nn.Module):
     _ones: Tensor
     spectrum: SpectrumModule
 
+    @accepts_renamed("SpectralAttention", centred="centered")
     def __init__(
         self,
         dim: int,
@@ -61,7 +63,7 @@ class SpectralAttention(nn.Module):
         qkv_bias: bool = True,
         proj_bias: bool | None = None,
         head_gain: bool = False,
-        centred: bool = False,
+        centered: bool = False,
         neutreno: float = 0.0,
         attn_drop: float = 0.0,
         scale: float | None = None,
@@ -75,7 +77,7 @@ class SpectralAttention(nn.Module):
             raise ValueError(f"SpectralAttention: num_heads: got {num_heads}, wanted a divisor of dim = {dim}")
         self.regime = validate.one_of("SpectralAttention", "regime", regime, REGIMES)
         self.dim, self.num_heads, self.kind = dim, num_heads, kind
-        self.centred, self.neutreno = centred, float(neutreno)
+        self.centered, self.neutreno = centered, float(neutreno)
         self.attn_drop, self.scale = float(attn_drop), scale
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
@@ -97,7 +99,7 @@ class SpectralAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         spectrum: Spectrum | None = None,
-        first_values: Tensor | None = None,
+        values_0: Tensor | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -107,14 +109,14 @@ class SpectralAttention(nn.Module):
             residual: [B, N, dim], added inside the op.
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
-            first_values: V⁰ for NeuTRENO, the values that `project` of the first layer gives.
+            values_0: V⁰ for NeuTRENO, the values that `project` of the first layer gives.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
         packed = self._project_packed(x, spectrum)
         return self.attend(
             *heads_of(packed), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
-            first_values=first_values, return_norms=return_norms, packed=packed,
+            values_0=values_0, return_norms=return_norms, packed=packed,
         )  # fmt: skip
 
     def attend(
@@ -127,7 +129,7 @@ class SpectralAttention(nn.Module):
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        first_values: Tensor | None = None,
+        values_0: Tensor | None = None,
         return_norms: bool = False,
         packed: Tensor | None = None,
     ) -> Any:
@@ -138,9 +140,9 @@ class SpectralAttention(nn.Module):
         masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         calls_proj = self.regime == "free" and not is_fusible(self.proj)
         eigenvalues, basis = self._output_factors(spectrum, calls_proj, query.dtype)
-        extra = self._neutreno_term(value, first_values, eigenvalues, basis)
-        if self.centred:
-            value, extra = self._centre(query, key, value, extra, eigenvalues, basis, masks)
+        extra = self._neutreno_term(value, values_0, eigenvalues, basis)
+        if self.centered:
+            value, extra = self._center_values(query, key, value, extra, eigenvalues, basis, masks)
             packed = None
         inside, outside = (None, residual) if calls_proj else _split_residual(residual, query)
         for term in (None if calls_proj else self._output_bias(), extra):
@@ -241,7 +243,7 @@ class SpectralAttention(nn.Module):
         scaled = (self.neutreno * eigenvalues).to(difference.dtype)
         return (difference * scaled) @ basis.to(difference.dtype)
 
-    def _centre(self, query, key, value: Tensor, extra: Tensor | None, eigenvalues, basis, masks: dict):
+    def _center_values(self, query, key, value: Tensor, extra: Tensor | None, eigenvalues, basis, masks: dict):
         """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
         if masks["attn_mask"] is None and not masks["is_causal"]:
             return frequency_filter(value, 0.0, 1.0), extra
@@ -257,12 +259,12 @@ class SpectralAttention(nn.Module):
 
     def extra_repr(self) -> str:
         options = [f"dim={self.dim}, num_heads={self.num_heads}, regime={self.regime!r}"]
-        options += ["centred"] if self.centred else []
+        options += ["centered"] if self.centered else []
         options += [f"neutreno={self.neutreno}"] if self.neutreno else []
         return ", ".join(options)
 
 
-def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
+def evaluate_spectra(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
     """Every layer's spectrum from one batched factorisation per width; None for layers that must do it themselves."""
     ready = [place for place, layer in enumerate(layers) if layer.regime != "free" and _is_readable(layer.spectrum)]
     results: list[Spectrum | None] = [None] * len(layers)

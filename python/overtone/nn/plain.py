@@ -33,7 +33,7 @@ class PlainAttention(SpectralAttention):
         nn.Module.__init__(self)
         self.regime, self.kind = "free", layer.kind
         self.dim, self.num_heads, self.scale, self.attn_drop = layer.dim, layer.num_heads, layer.scale, layer.attn_drop
-        self.centred, self.neutreno, self.head_gain = layer.centred, layer.neutreno, layer.head_gain
+        self.centered, self.neutreno, self.head_gain = layer.centered, layer.neutreno, layer.head_gain
         if layer.regime == "free":
             self.qkv, self.proj, ones = layer.qkv, layer.proj, layer._ones
         else:
@@ -54,25 +54,25 @@ class PlainAttention(SpectralAttention):
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        first_values: Tensor | None = None,
+        values_0: Tensor | None = None,
         return_norms: bool = False,
         packed: Tensor | None = None,
     ) -> Any:
         heads = self._heads(query, key, value, attn_mask, is_causal)
-        if self.neutreno != 0 and first_values is not None:
-            heads = heads + self.neutreno * (first_values - value)
+        if self.neutreno != 0 and values_0 is not None:
+            heads = heads + self.neutreno * (values_0 - value)
         y = self.proj(heads.transpose(1, 2).flatten(2))
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """A_h V_h; with AttnScale's gain and centring (1 + ω)(A V) − ω ΠV and A V − ΠV, one on the other."""
+        """A_h V_h; with AttnScale's gain and centering (1 + ω)(A V) − ω ΠV and A V − ΠV, one on the other."""
         heads = self._attention(query, key, value, attn_mask, is_causal)
-        if self.head_gain is None and not self.centred:
+        if self.head_gain is None and not self.centered:
             return heads
         mean = self._mean(query, key, value, attn_mask, is_causal)
         gain = 0 if self.head_gain is None else self.head_gain[:, None, None].to(value.dtype)
-        centre = (1 + gain) * mean if self.centred else gain * mean
+        centre = (1 + gain) * mean if self.centered else gain * mean
         return (1 + gain) * heads - centre
 
     def _attention(self, query, key, value, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
