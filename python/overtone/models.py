@@ -19,7 +19,7 @@ from overtone import _validate as validate
 from overtone._deprecated import accepts_renamed, renamed_value
 from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_spectra
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
-from overtone.nn.mlp import Mlp
+from overtone.nn.linear import Mlp
 from overtone.nn.norms import SignedLayerNorm
 from overtone.ops.frequency import frequency_norms
 from overtone.spectrum import KINDS, BasisCache
@@ -353,7 +353,7 @@ class VisionTransformer(nn.Module):
         if self.config.method != "neutreno":
             return None
         first = self.layers[0]
-        return first.attn.project(first.attention_input(x), spectra[0])[2]
+        return first.attn.project(first.attention_input(x), spectra[0]).value
 
 
 @accepts_renamed("vit_tiny", **_RENAMED_OPTIONS)

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import overtone as ot
-from overtone.nn.attention import SpectralAttention
-from overtone.nn.mlp import Mlp
+from overtone.nn.attention import QKV, SpectralAttention
+from overtone.nn.linear import Mlp
 
 DIM, HEADS, DEPTH = 16, 2, 2
 REGIMES = ("free", "sharpen")
@@ -29,19 +29,19 @@ SIZES = {"hidden_size": DIM, "num_hidden_layers": DEPTH, "num_attention_heads": 
 # The truth.
 
 
-def plain_project(self, x, spectrum):
+def plain_project(self, x, spectrum=None):
     if self.regime == "free":
         packed = self.qkv(x)
     else:
         basis = self.own_spectrum(spectrum).basis_in.to(x.dtype)
         packed = torch.cat((self.qk(x), x @ basis), -1)
-    return packed.unflatten(-1, (3, self.num_heads, -1))
+    return QKV(*packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4))
 
 
 def plain_attend(
-    self, query, key, value, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, values_0=None,
-    return_norms=False, packed=None,
-):  # fmt: skip
+    self, qkv, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, values_0=None, return_norms=False
+):
+    query, key, value, _ = qkv
     masks = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": self.scale}
     weights = ot.reference.attention_weights(query, key, head_gain=self.head_gain, **masks)
     if self.centered:
@@ -64,7 +64,7 @@ def plain_attend(
 @contextlib.contextmanager
 def plain_layers():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpectralAttention, "_project_packed", plain_project)
+        patch.setattr(SpectralAttention, "project", plain_project)
         patch.setattr(SpectralAttention, "attend", plain_attend)
         patch.setattr(Mlp, "forward", lambda self, x: self.fc2(F.gelu(self.fc1(x))))
         yield
