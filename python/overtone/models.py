@@ -377,8 +377,10 @@ def vit_tiny(
         device, dtype: of the parameters.
         **options: any other field of ViTConfig but dim and num_heads.
     """
-    sizes = {"image_size": image_size, "patch_size": patch_size, "num_classes": num_classes}
-    config = ViTConfig(**sizes, regime=regime, dim=192, num_heads=3, **options)
+    config = ViTConfig(
+        image_size=image_size, patch_size=patch_size, num_classes=num_classes, regime=regime, dim=192, num_heads=3,
+        **options,
+    )  # fmt: skip
     return VisionTransformer(config, device=device, dtype=dtype)
 
 
@@ -394,8 +396,10 @@ def vit_small(
     **options,
 ) -> VisionTransformer:
     """ViT-S: 384 channels, 6 heads, 12 layers. Arguments as in `vit_tiny`."""
-    sizes = {"image_size": image_size, "patch_size": patch_size, "num_classes": num_classes}
-    config = ViTConfig(**sizes, regime=regime, dim=384, num_heads=6, **options)
+    config = ViTConfig(
+        image_size=image_size, patch_size=patch_size, num_classes=num_classes, regime=regime, dim=384, num_heads=6,
+        **options,
+    )  # fmt: skip
     return VisionTransformer(config, device=device, dtype=dtype)
 
 
@@ -411,6 +415,8 @@ def vit_base(
     **options,
 ) -> VisionTransformer:
     """ViT-B: 768 channels, 12 heads, 12 layers. Arguments as in `vit_tiny`."""
-    sizes = {"image_size": image_size, "patch_size": patch_size, "num_classes": num_classes}
-    config = ViTConfig(**sizes, regime=regime, dim=768, num_heads=12, **options)
+    config = ViTConfig(
+        image_size=image_size, patch_size=patch_size, num_classes=num_classes, regime=regime, dim=768, num_heads=12,
+        **options,
+    )  # fmt: skip
     return VisionTransformer(config, device=device, dtype=dtype)

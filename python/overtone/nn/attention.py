@@ -171,7 +171,7 @@ class SpectralAttention(nn.Module):
         return_norms: bool = False,
     ) -> Any:
         """The second half of forward; there may be more keys and values than queries (a cache)."""
-        masks = {"attn_mask": attn_mask, "is_causal": is_causal}
+        masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
         calls_proj = self.regime == "free" and not is_fusible(self.proj)
         factors = self._output_factors(spectrum, calls_proj, qkv.query.dtype)
         extra = self._neutreno_term(qkv.value, values_0, *factors)

@@ -20,7 +20,7 @@ SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # dim, num_hea
 def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer:
     """With the weights that the seed decides. torch's generator is left as it was."""
     config = resolved(config)
-    options = {
+    options: dict[str, Any] = {
         "image_size": config.image_size,
         "patch_size": config.patch_size,
         "num_classes": len(info.classes),
