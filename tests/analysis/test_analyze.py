@@ -475,14 +475,14 @@ class TestWords:
     @pytest.mark.parametrize("norm", ["pre", "post"])
     def test_the_headline_is_what_was_measured(self, method, regime, norm):
         torch.manual_seed(0)
-        model = ot.models.VisionTransformer(
-            16, 8, 4, regime, dim=DIM, num_heads=HEADS, depth=2, norm=norm, method=method, eigenvalue_size=None
-        )
+        sizes = {"image_size": 16, "patch_size": 8, "num_classes": 4, "dim": DIM, "num_heads": HEADS, "depth": 2}
+        config = ot.models.ViTConfig(**sizes, regime=regime, norm=norm, method=method)
+        model = ot.models.VisionTransformer(config)
         result = analyze(model, torch.randn(3, 3, 16, 16))
         check_words(result)
         forecast = str(result).splitlines()[2]
         acting = {"contranorm": "ContraNorm", "neutreno": "NeuTRENO"}
-        judged = {"de_escalation": "de-escalation (τ = 1)", "centred": "centred attention"}
+        judged = {"de_escalation": "de-escalation (τ = 1)", "centered": "centred attention"}
         for name, word in (acting | judged).items():
             assert (word in forecast) == (name == method)
             assert (word in forecast.partition("Not in")[2]) == (name == method and name in acting)
@@ -542,7 +542,7 @@ class TestOperator:
 
     def test_a_mask_turns_the_mean_into_another(self):
         """Under a causal mask Π is a running mean, which the eigenvalues do not know: it is named as left out."""
-        attend = ot.nn.SpectralAttention(DIM, HEADS, centred=True)
+        attend = ot.nn.SpectralAttention(DIM, HEADS, centered=True)
         model = nn.Sequential(attend)
         model.forward = lambda x: x + attend(x, is_causal=True)
         forecast = str(analyze(model, tokens())).splitlines()[2]

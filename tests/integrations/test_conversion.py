@@ -172,8 +172,8 @@ def test_every_module_of_timm_is_converted_or_refused():
 
 
 OBSTACLES = {
-    "qk_norm": "normalises its queries, keys or heads",
-    "scale_attn_norm": "normalises its queries, keys or heads",
+    "qk_norm": "normalizes its queries, keys or heads",
+    "scale_attn_norm": "normalizes its queries, keys or heads",
 }
 
 
@@ -187,7 +187,7 @@ def test_a_class_is_known_by_its_full_name():
     for block in model.blocks:
         theirs = type(block.attn)
         block.attn.__class__ = type("Attention", (theirs,), {"__module__": "timm.models.other"})
-    check_refused(model, "blocks.0.attn is a timm.models.other.Attention, whose formula is not known")
+    check_refused(model, "blocks.0.attn is a timm.models.other.Attention, whose formula is unknown")
 
 
 def test_parts_and_parameters_that_ours_has_not():
@@ -198,7 +198,7 @@ def test_parts_and_parameters_that_ours_has_not():
     ):
         model = timm_vit()[0]
         change(model.blocks[1].attn)
-        check_refused(model, "blocks.1.attn has a ", "which the spectral attention has not")
+        check_refused(model, "blocks.1.attn has a ", "which SpectralAttention does not support")
 
 
 def test_one_module_in_two_places():

@@ -10,7 +10,7 @@ import torch
 from support import optional
 
 import overtone as ot
-from overtone.integrations.reparameterize import nearest_spectrum
+from overtone.integrations.conversion import nearest_spectrum
 from overtone.ops.basis import BasisCache
 from overtone.reference.spectrum import compose
 
@@ -197,11 +197,26 @@ class TestNearest:
             w_v, w_proj = core.value_projection()
             torch.testing.assert_close(ours, w_v[:, part] @ w_proj[part])
 
-    def test_fresh_does_not_look_at_the_weights(self):
+    def test_random_does_not_look_at_the_weights(self):
         model, _ = timm_vit()
-        handle = ot.reparameterize(model, "sharpen", start="fresh")
+        handle = ot.reparameterize(model, "sharpen", init="random")
         size = handle.attentions[0].spectrum.eigenvalues().abs()
         assert 0.5 * 0.02**2 * 24 <= size.min() and size.max() <= 1.5 * 0.02**2 * 24
+
+    def test_the_old_names_work(self):
+        def made(**options):
+            torch.manual_seed(0)
+            model, _ = timm_vit()
+            ot.reparameterize(model, "sharpen", **options)
+            return model
+
+        with pytest.warns(DeprecationWarning) as record:
+            model = made(start="fresh")
+        assert [str(each.message) for each in record if each.category is DeprecationWarning] == [
+            "reparameterize: start is deprecated, use init",
+            "reparameterize: init='fresh' is deprecated, use 'random'",
+        ]
+        assert_same_state(model, snapshot(made(init="random")))
 
 
 class TestBehaviour:
@@ -278,7 +293,7 @@ class TestBehaviour:
         first = ot.reparameterize(model, "sharpen", layers=[0])
         second = ot.reparameterize(model, "smooth", layers=[1, 2])
         assert [each.regime for each in ot.spectrum.guarantees(model)] == ["sharpen", "smooth", "smooth"]
-        with pytest.raises(ValueError, match="layer 1, blocks.1.attn, has been converted; restore it first"):
+        with pytest.raises(ValueError, match="layer 1, blocks.1.attn, is already converted; restore it first"):
             ot.reparameterize(model, "free", layers=[1])
         outputs(model, inputs)
         first.restore()
@@ -286,14 +301,16 @@ class TestBehaviour:
         assert_same_state(model, state)
 
     def test_what_cannot_be_converted_says_why(self):
-        with pytest.raises(ValueError, match="blocks.0.attn normalises its queries, keys or heads, which the spectral"):
+        with pytest.raises(
+            ValueError, match="blocks.0.attn normalizes its queries, keys or heads, which SpectralAttention"
+        ):
             ot.reparameterize(timm_vit(qk_norm=True)[0], "free")
         with pytest.raises(ValueError, match="layers: got 3, wanted 0 to 2"):
             ot.reparameterize(timm_vit()[0], "free", layers=[3])
         with pytest.raises(ValueError, match="model: got Linear without a known self-attention, wanted a timm ViT"):
             ot.reparameterize(torch.nn.Linear(3, 3))
-        with pytest.raises(ValueError, match="start: got 'far', wanted 'nearest' or 'fresh'"):
-            ot.reparameterize(timm_vit()[0], start="far")
+        with pytest.raises(ValueError, match="init: got 'far', wanted 'nearest' or 'random'"):
+            ot.reparameterize(timm_vit()[0], init="far")
 
 
 class TestOurViTsAndTimms:
@@ -312,7 +329,8 @@ class TestOurViTsAndTimms:
     def test_plain_weights_load_and_give_timms_outputs(self, pool):
         options = {"global_pool": "avg", "class_token": False} if pool == "mean" else {}
         theirs, inputs = timm_vit(**options)
-        ours = ot.models.VisionTransformer(16, 8, 5, dim=24, num_heads=3, depth=LAYERS, pool=pool)
+        sizes = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 24, "num_heads": 3, "depth": LAYERS}
+        ours = ot.models.VisionTransformer(ot.models.ViTConfig(**sizes, pool=pool))
         ours.load_state_dict(theirs.state_dict())
         for model in (ours, theirs):
             model.double().eval()

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import overtone as ot
 from overtone._validate import statistics_dtype
-from overtone.models import METHODS, VisionTransformer
+from overtone.models import METHODS, VisionTransformer, ViTConfig
 
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = ("symmetric", "general")
@@ -24,7 +24,7 @@ SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_hea
 
 def vit(**options):
     torch.manual_seed(0)
-    return VisionTransformer(**SMALL, **options)
+    return VisionTransformer(ViTConfig(**SMALL, **options))
 
 
 def train(model, x):
@@ -68,17 +68,17 @@ def test_a_spectrum_starts_as_the_rounded_one_of_float32(dtype, kind, bounded):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("start", ["nearest", "fresh"])
+@pytest.mark.parametrize("init", ["nearest", "random"])
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_converted_models_train_and_are_restored(dtype, regime, start, kind):
+def test_converted_models_train_and_are_restored(dtype, regime, init, kind):
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
     model, x = optional.timm().create_model("vit_tiny_patch16_224", **sizes), torch.randn(16, 3, 8, 8).to(dtype)
     torch.nn.init.normal_(model.blocks[0].attn.qkv.bias)
     wide = copy.deepcopy(model.to(dtype)).double()
-    handle = ot.reparameterize(model, regime, kind, start=start)
-    if start == "nearest" and regime != "free":  # one rounding away from what is nearest to the same weights in float64
+    handle = ot.reparameterize(model, regime, kind, init=init)
+    if init == "nearest" and regime != "free":  # one rounding away from what is nearest to the same weights in float64
         ot.reparameterize(wide, regime, kind)
         for ours, theirs in zip(handle.attentions, (block.attn.core for block in wide.blocks), strict=True):
             torch.testing.assert_close(ours.bias.double(), theirs.bias, rtol=torch.finfo(dtype).eps, atol=1e-6)

@@ -17,15 +17,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import overtone as ot
-from overtone.integrations.adapter import running
-from overtone.models import VisionTransformer
+from overtone.integrations.adapter import cached_spectra
+from overtone.models import VisionTransformer, ViTConfig
 
 REGIMES = ["sharpen", "free", "smooth"]
 ROUNDS = 10
 
 
 def ours(**options):
-    return VisionTransformer(8, 4, 5, REGIMES, dim=16, num_heads=2, depth=3, **options)
+    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 3}
+    return VisionTransformer(ViTConfig(**sizes, regime=REGIMES, **options))
 
 
 def timm_vit(kind="symmetric"):
@@ -200,7 +201,7 @@ class TestConverted:
             with pytest.raises(ValueError, match="in the middle"):
                 model(images())
             hook.remove()
-            assert not running._given
+            assert not cached_spectra._spectra
         fresh = copy.deepcopy(model)
         for other in (model, fresh):
             for parameter in other.parameters():
@@ -299,7 +300,7 @@ class TestConverted:
             torch.testing.assert_close(compiled(x), wanted)
         torch.testing.assert_close(gradients(compiled, x), grads)
         run_together(lambda: compiled(x), lambda: torch.testing.assert_close(compiled(x), wanted))
-        assert factorisations == [(2, 16, 16)] and not running._given
+        assert factorisations == [(2, 16, 16)] and not cached_spectra._spectra
 
 
 def _distributed(model, way):

@@ -60,7 +60,7 @@ def update_of(site: Site) -> Update:
     norms = {type(module).__name__: None for module in others if "norm" in type(module).__name__.lower()}
     if any(type(module).__name__.startswith(("Linear", "Conv")) for module in others):
         norms["the MLP"] = None
-    return Update(1.0 if tau is None else 1 - tau, bool(getattr(own, "centred", False)), norms | beside)
+    return Update(1.0 if tau is None else 1 - tau, bool(getattr(own, "centered", False)), norms | beside)
 
 
 def _is_identity(method: nn.Module) -> bool:

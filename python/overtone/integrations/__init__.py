@@ -1,5 +1,6 @@
 """Other people's models: timm's ViT and DeiT, Hugging Face's ViT, DeiT, BERT and GPT-2."""
 
+from overtone.integrations import huggingface, timm  # their adapters register themselves
 from overtone.integrations.reparameterize import Handle, reparameterize
 
 __all__ = ["Handle", "reparameterize"]
