@@ -61,18 +61,11 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns for a terminal."""
-        cells = [list(self.columns), *([shown(cell) for cell in row] for row in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         is_number = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, is_number, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-        lines.insert(1, "  ".join("─" * width for width in widths))
-        return "\n".join([self.caption, *lines, *([self.note] if self.note else [])])
+        rows = [list(self.columns), *([shown(cell) for cell in row] for row in self.rows)]
+        header, *lines = aligned(rows, is_number)
+        rule = "  ".join("─" * max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join([self.caption, header, rule, *lines, *([self.note] if self.note else [])])
 
     def csv(self) -> str:
         """Numbers with all their digits, a mean and its deviation in two columns; text cannot be a formula."""
@@ -97,6 +90,15 @@ class Table:
             f"<caption><span>{escape(self.caption)}</span></caption><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
             f"</div>{note}"
         )
+
+
+def aligned(rows: Sequence[Sequence[str]], to_the_right: Sequence[bool] | None = None) -> list[str]:
+    """A line per row, in columns that are as wide as their widest cell; every text table is printed by this."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = [str.rjust if right else str.ljust for right in to_the_right or [False] * len(widths)]
+    return ["  ".join(each(*cell) for each, *cell in zip(justify, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def shown(cell: Cell) -> str:
