@@ -45,8 +45,8 @@ def page(analysis: Analysis, figures: list[Figure]) -> Page:
     layers = analysis.layers
     return Page(
         title=f"Does {analysis.name} oversmooth?",
-        lead=f"{analysis.subject} {measured(analysis)} {predicted(analysis)}",
-        facts=[
+        summary=f"{analysis.subject} {measured(analysis)} {predicted(analysis)}",
+        key_figures=[
             (
                 f"{ratio[0]:.3g} → {ratio[-1]:.3g}",
                 "measured: ‖HFC‖/‖LFC‖ of the tokens, before the first to after the last layer",
@@ -80,7 +80,7 @@ def sections(analysis: Analysis, figures: list[Figure]) -> list[Section]:
         ),
         Section("Attention's own eigenvalues", [ATTENTION], pick("attention-plane", "gap")),
         Section("Head by head", [HEADS], pick("margin", "head-ratio", "head-rank")),
-        Section("All numbers", tables=[tables["layers"], tables["heads"]], folded=True),
+        Section("All numbers", tables=[tables["layers"], tables["heads"]], collapsed=True),
         Section("How it was measured", _method(analysis)),
     ]
 
