@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from analysis.test_analyze import Model, tokens
 from support import browser
+from support.attention_models import Model, tokens
 
 from overtone.analysis import analyze
 from overtone.report import figures

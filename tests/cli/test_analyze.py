@@ -17,8 +17,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from analysis.test_analyze import Model
 from support import optional
+from support.attention_models import Model
 
 from overtone import cli
 from overtone.cli import sources

@@ -94,5 +94,5 @@ def _method(analysis: Analysis) -> list[str]:
         f"it was computed.{causal} H is W_V W_proj, per head its non-zero part W_proj W_V; LayerNorm's weights are not "
         "in it. Layers and heads are counted from 1.",
         CERTIFICATES,
-        *(f"Not read: {name}: {why}." for name, why in analysis.unread.items()),
+        *(f"Not read: {name}: {why}." for name, why in analysis.skipped.items()),
     ]

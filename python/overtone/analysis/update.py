@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone.analysis.observe import Site
 from overtone.analysis.readers import own_attention
+from overtone.analysis.sites import Site
 from overtone.ops.dominance import dominance, eigenvalues
 from overtone.reference.dominance import Dominance, Eigenvalues, Verdict
 
