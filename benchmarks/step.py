@@ -32,9 +32,11 @@ class Shape(NamedTuple):
     depth: int = DEPTH
 
     def ours(self) -> ot.models.VisionTransformer:
-        return ot.models.VisionTransformer(
-            self.image, self.patch, CLASSES, "sharpen", dim=self.dim, num_heads=self.heads, depth=self.depth
-        )
+        config = ot.models.ViTConfig(
+            image_size=self.image, patch_size=self.patch, num_classes=CLASSES, regime="sharpen",
+            dim=self.dim, num_heads=self.heads, depth=self.depth,
+        )  # fmt: skip
+        return ot.models.VisionTransformer(config)
 
     @property
     def tokens(self) -> int:

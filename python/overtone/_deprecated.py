@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def renamed_keywords(
-    function: str, options: Mapping[str, Any], renames: Mapping[str, str], *, stacklevel: int = 3
-) -> dict[str, Any]:
+def renamed_keywords(function: str, options: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
     """`options` under their new names.
 
     Args:
         function: as users call it, for messages.
         options: keyword arguments as they were given.
         renames: old names and what replaces each.
-        stacklevel: of the warning; 3 is the caller of the function that calls this one.
     """
     result = dict(options)
     for old, new in renames.items():
@@ -27,16 +26,16 @@ def renamed_keywords(
             continue
         if new in result:
             raise TypeError(f"{function}: got both {old} and {new}, wanted {new} alone: {old} is its old name")
-        _warn(f"{function}: {old} is deprecated, use {new}", stacklevel)
+        _warn(f"{function}: {old} is deprecated, use {new}")
         result[new] = result.pop(old)
     return result
 
 
-def renamed_value(function: str, argument: str, value: Any, renames: Mapping[str, Any], *, stacklevel: int = 3) -> Any:
-    """`value`, or what replaces it. Arguments as in `renamed_keywords`."""
+def renamed_value(function: str, argument: str, value: Any, renames: Mapping[str, Any]) -> Any:
+    """`value`, or what replaces it."""
     if not isinstance(value, str) or value not in renames:
         return value
-    _warn(f"{function}: {argument}={value!r} is deprecated, use {renames[value]!r}", stacklevel)
+    _warn(f"{function}: {argument}={value!r} is deprecated, use {renames[value]!r}")
     return renames[value]
 
 
@@ -46,12 +45,17 @@ def accepts_renamed(function: str, **renames: str) -> Callable[[_Function], _Fun
     def decorate(decorated: _Function) -> _Function:
         @functools.wraps(decorated)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return decorated(*args, **renamed_keywords(function, kwargs, renames, stacklevel=3))
+            return decorated(*args, **renamed_keywords(function, kwargs, renames))
 
         return wrapper  # type: ignore[return-value]
 
     return decorate
 
 
-def _warn(message: str, stacklevel: int) -> None:
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+def _warn(message: str) -> None:
+    """At the first line outside this package: Python shows DeprecationWarnings of a user's own lines only."""
+    frame: FrameType | None = sys._getframe()
+    level = 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "overtone":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DeprecationWarning, stacklevel=level + 1)

@@ -54,14 +54,14 @@ class TestWords:
     @pytest.mark.parametrize("norm", ["pre", "post"])
     def test_the_headline_is_what_was_measured(self, method, regime, norm):
         torch.manual_seed(0)
-        model = ot.models.VisionTransformer(
-            16, 8, 4, regime, dim=DIM, num_heads=HEADS, depth=2, norm=norm, method=method, eigenvalue_size=None
-        )
+        sizes = {"image_size": 16, "patch_size": 8, "num_classes": 4, "dim": DIM, "num_heads": HEADS, "depth": 2}
+        config = ot.models.ViTConfig(**sizes, regime=regime, norm=norm, method=method)
+        model = ot.models.VisionTransformer(config)
         result = analyze(model, torch.randn(3, 3, 16, 16))
         check_words(result)
         forecast = str(result).splitlines()[2]
         acting = {"contranorm": "ContraNorm", "neutreno": "NeuTRENO"}
-        judged = {"de_escalation": "de-escalation (τ = 1)", "centred": "centred attention"}
+        judged = {"de_escalation": "de-escalation (τ = 1)", "centered": "centered attention"}
         for name, word in (acting | judged).items():
             assert (word in forecast) == (name == method)
             assert (word in forecast.partition("Not in")[2]) == (name == method and name in acting)
@@ -90,8 +90,8 @@ class TestWords:
 class TestOperator:
     """The verdict is on what the layer applies: against the eigenvectors of the whole map, X to the block's X."""
 
-    @pytest.mark.parametrize("tau, is_centred", [(1.0, False), (0.5, False), (0.1, False), (1.7, False), (0.0, True)])
-    def test_verdicts_are_those_of_the_map(self, tau, is_centred):
+    @pytest.mark.parametrize("tau, is_centered", [(1.0, False), (0.5, False), (0.1, False), (1.7, False), (0.0, True)])
+    def test_verdicts_are_those_of_the_map(self, tau, is_centered):
         generator = torch.Generator().manual_seed(0)
         count, dim, decided = 5, 3, 0
         mean = torch.full((count, count), 1 / count, dtype=torch.float64)
@@ -99,8 +99,8 @@ class TestOperator:
             attention = torch.randn(count, count, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
             weight = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
             spectrum = ot.analysis.eigenvalues(weight)
-            case = applied_dominance(attention, spectrum, Update(1 - tau, is_centred))
-            step = torch.kron(attention - mean * is_centred, weight.mT.contiguous()) + torch.eye(count * dim)
+            case = applied_dominance(attention, spectrum, Update(1 - tau, is_centered))
+            step = torch.kron(attention - mean * is_centered, weight.mT.contiguous()) + torch.eye(count * dim)
             step = torch.kron(torch.eye(count).double() - tau * mean, torch.eye(dim)) @ step
             values, vectors = torch.linalg.eig(step)
             order = values.abs().argsort(descending=True)
@@ -121,8 +121,8 @@ class TestOperator:
 
     def test_a_mask_turns_the_mean_into_another(self):
         """Under a causal mask Π is a running mean, which the eigenvalues do not know: it is named as left out."""
-        attend = ot.nn.SpectralAttention(DIM, HEADS, centred=True)
+        attend = ot.nn.SpectralAttention(DIM, HEADS, centered=True)
         model = nn.Sequential(attend)
         model.forward = lambda x: x + attend(x, is_causal=True)
         forecast = str(analyze(model, tokens())).splitlines()[2]
-        assert "Not in the eigenvalues: centred attention" in forecast and "of attention and weights" in forecast
+        assert "Not in the eigenvalues: centered attention" in forecast and "of attention and weights" in forecast

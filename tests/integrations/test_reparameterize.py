@@ -312,7 +312,8 @@ class TestOurViTsAndTimms:
     def test_plain_weights_load_and_give_timms_outputs(self, pool):
         options = {"global_pool": "avg", "class_token": False} if pool == "mean" else {}
         theirs, inputs = timm_vit(**options)
-        ours = ot.models.VisionTransformer(16, 8, 5, dim=24, num_heads=3, depth=LAYERS, pool=pool)
+        sizes = {"image_size": 16, "patch_size": 8, "num_classes": 5, "dim": 24, "num_heads": 3, "depth": LAYERS}
+        ours = ot.models.VisionTransformer(ot.models.ViTConfig(**sizes, pool=pool))
         ours.load_state_dict(theirs.state_dict())
         for model in (ours, theirs):
             model.double().eval()

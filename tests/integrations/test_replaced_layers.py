@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import overtone as ot
-from overtone.nn.attention import SpectralAttention
-from overtone.nn.mlp import Mlp
+from overtone.nn.attention import QKV, SpectralAttention
+from overtone.nn.linear import Mlp
 
 DIM, HEADS, DEPTH = 16, 2, 2
 REGIMES = ("free", "sharpen")
@@ -29,27 +29,27 @@ SIZES = {"hidden_size": DIM, "num_hidden_layers": DEPTH, "num_attention_heads": 
 # The truth.
 
 
-def plain_project(self, x, spectrum):
+def plain_project(self, x, spectrum=None):
     if self.regime == "free":
         packed = self.qkv(x)
     else:
         basis = self.own_spectrum(spectrum).basis_in.to(x.dtype)
         packed = torch.cat((self.qk(x), x @ basis), -1)
-    return packed.unflatten(-1, (3, self.num_heads, -1))
+    return QKV(*packed.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4))
 
 
 def plain_attend(
-    self, query, key, value, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, first_values=None,
-    return_norms=False, packed=None,
-):  # fmt: skip
+    self, qkv, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, values_0=None, return_norms=False
+):
+    query, key, value, _ = qkv
     masks = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": self.scale}
     weights = ot.reference.attention_weights(query, key, head_gain=self.head_gain, **masks)
-    if self.centred:
+    if self.centered:
         taken = (ot.reference.attention_weights(query, key, **masks) > 0).to(weights)
         weights = weights - taken / taken.sum(-1, keepdim=True)
     heads = weights.to(value.dtype) @ value
-    if self.neutreno and first_values is not None:
-        heads = heads + self.neutreno * (first_values - value)
+    if self.neutreno and values_0 is not None:
+        heads = heads + self.neutreno * (values_0 - value)
     heads = heads.transpose(1, 2).flatten(2)
     if self.regime == "free":
         y = self.proj(heads)
@@ -64,7 +64,7 @@ def plain_attend(
 @contextlib.contextmanager
 def plain_layers():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpectralAttention, "_project_packed", plain_project)
+        patch.setattr(SpectralAttention, "project", plain_project)
         patch.setattr(SpectralAttention, "attend", plain_attend)
         patch.setattr(Mlp, "forward", lambda self, x: self.fc2(F.gelu(self.fc1(x))))
         yield
@@ -317,7 +317,7 @@ def test_attention_calls_what_is_in_a_layers_place(kind, regime):
 PADDING = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None, :]
 VARIANTS = {
     "head_gain": {"head_gain": True},
-    "centred": {"centred": True},
+    "centered": {"centered": True},
     "neutreno": {"neutreno": 0.6},
     "no bias": {"qkv_bias": False, "proj_bias": False},
 }
@@ -336,7 +336,7 @@ CALLS = {
 def test_every_variant_of_attention_calls_its_layers(variant, how, regime):
     options = dict(CALLS[how])
     if variant == "neutreno":
-        options["first_values"] = torch.randn(2, HEADS, 5, DIM // HEADS, dtype=torch.float64)
+        options["values_0"] = torch.randn(2, HEADS, 5, DIM // HEADS, dtype=torch.float64)
     for place in places(regime):
         check_called(
             lambda: built_attention(regime, torch.float64, **VARIANTS[variant]),
@@ -405,8 +405,9 @@ class TestHowItRuns:
 
 
 def our_model(regime, dtype):
-    sizes = {"dim": DIM, "num_heads": HEADS, "depth": DEPTH}
-    model = ot.models.VisionTransformer(8, 4, 3, regime, norm="post", pool="mean", **sizes)
+    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 3, "dim": DIM, "num_heads": HEADS, "depth": DEPTH}
+    config = ot.models.ViTConfig(**sizes, regime=regime, norm="post", pool="mean")
+    model = ot.models.VisionTransformer(config)
     return model.to(dtype), lambda model: model.blocks[1].attn, torch.randn(2, 3, 8, 8)
 
 

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from overtone.models import VisionTransformer
+from overtone.models import VisionTransformer, ViTConfig
 from overtone.training.distributed import leave_group
 
 RANKS, STEPS = 2, 3
@@ -25,8 +25,8 @@ RANKS, STEPS = 2, 3
 
 def build() -> VisionTransformer:
     torch.manual_seed(0)
-    options = {"dim": 16, "num_heads": 2, "depth": 3, "dtype": torch.float64}
-    model = VisionTransformer(8, 4, 5, ["sharpen", "free", "sharpen"], **options)
+    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 3}
+    model = VisionTransformer(ViTConfig(**sizes, regime=["sharpen", "free", "sharpen"]), dtype=torch.float64)
     model.blocks[2].attn = type(model.blocks[2].attn)(16, 2, "smooth", "general", dtype=torch.float64)
     return model
 

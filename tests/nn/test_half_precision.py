@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import overtone as ot
 from overtone._validate import statistics_dtype
-from overtone.models import METHODS, VisionTransformer
+from overtone.models import METHODS, VisionTransformer, ViTConfig
 
 HALVES = (torch.bfloat16, torch.float16)
 KINDS = ("symmetric", "general")
@@ -24,7 +24,7 @@ SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_hea
 
 def vit(**options):
     torch.manual_seed(0)
-    return VisionTransformer(**SMALL, **options)
+    return VisionTransformer(ViTConfig(**SMALL, **options))
 
 
 def train(model, x):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import overtone as ot
-from overtone.models import METHODS, VisionTransformer
+from overtone.models import METHODS, VisionTransformer, ViTConfig
 
 REGIMES = ("free", "sharpen", "smooth")
 SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 3}
@@ -19,7 +21,7 @@ SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_hea
 
 def small(regime="sharpen", seed=0, **options):
     torch.manual_seed(seed)
-    return VisionTransformer(regime=regime, **{**SMALL, **options})
+    return VisionTransformer(ViTConfig(regime=regime, **{**SMALL, **options}))
 
 
 def images(batch=2, size=8, seed=0, dtype=torch.float32):
@@ -103,8 +105,8 @@ def test_output_scale_is_that_of_a_plain_vit():
 
 def test_checkpointing_changes_nothing_but_memory():
     losses = []
-    for checkpointing in (False, True):
-        model = small(drop_path=0.3, checkpointing=checkpointing)
+    for grad_checkpointing in (False, True):
+        model = small(drop_path=0.3, grad_checkpointing=grad_checkpointing)
         torch.manual_seed(1)  # of the dropped samples
         losses.append(train(model))
     assert losses[0] == losses[1]
@@ -222,16 +224,65 @@ def test_negative_norm_weights_swap_sharpening_and_smoothing():
         torch.testing.assert_close(ours.attn(ours.norm1(x)), theirs.attn(theirs.norm1(x)))
 
 
+class TestConfig:
+    def test_what_it_says_of_every_layer(self):
+        config = ViTConfig(**SMALL, regime=["free", "sharpen", "smooth"], drop_path=0.2)
+        assert config.regimes == ("free", "sharpen", "smooth") and config.drop_rates == pytest.approx((0, 0.1, 0.2))
+        assert config.replace(regime="smooth").regimes == ("smooth",) * 3
+        assert config.replace(depth=1, regime="free").drop_rates == (0,)
+
+    def test_it_is_a_value(self):
+        config = ViTConfig(**SMALL, regime=["free", "sharpen", "smooth"])
+        assert ViTConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+        assert len({config, config.replace()}) == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config.dim = 3
+
+    def test_strength_is_the_methods(self):
+        strengths = {method: ViTConfig(method=method).method_strength for method in METHODS}
+        assert {name: strength for name, strength in strengths.items() if strength} == {
+            "de_escalation": 1.0, "contranorm": 0.1, "neutreno": 0.6
+        }  # fmt: skip
+        assert ViTConfig(method="de_escalation", strength=0.5).method_strength == 0.5
+
+    def test_the_old_names_of_options_work(self):
+        for old, new, value in (
+            ("checkpointing", "grad_checkpointing", True),
+            ("position_std", "pos_embed_std", 0.3),
+            ("eigenvalue_size", "init_eigenvalue", 0.4),
+        ):
+            with pytest.warns(DeprecationWarning, match=f"vit_tiny: {old} is deprecated, use {new}"):
+                model = ot.models.vit_tiny(8, 4, 5, "sharpen", depth=1, device="meta", **{old: value})
+            assert getattr(model.config, new) == value
+        with pytest.warns(DeprecationWarning, match="method='centred' is deprecated, use 'centered'"):
+            model = ot.models.vit_small(8, 4, 5, depth=1, device="meta", method="centred")
+        assert model.layers[0].attn.centered
+        with pytest.warns(DeprecationWarning, match="SpectralAttention: centred is deprecated, use centered"):
+            assert ot.nn.SpectralAttention(4, 2, centred=True).centered
+
+
 def test_wrong_arguments_say_what_is_wanted():
     for options, message in [
+        ({"dim": 0}, "dim: got int 0, wanted an integer of at least 1"),
+        ({"num_heads": 3}, "num_heads: got 3, wanted a divisor of dim = 16"),
+        ({"num_classes": -1}, "num_classes: got -1, wanted 0 or more"),
+        ({"regime": ["free", "sharpen", "soft"]}, "regime: got 'soft', wanted 'free' or 'sharpen' or 'smooth'"),
+        ({"kind": "odd"}, "kind: got 'odd', wanted 'symmetric' or 'general'"),
+        ({"init_eigenvalue": 0.0}, "init_eigenvalue: got 0.0, wanted more than 0"),
+        ({"norm_sign": 2}, "norm_sign: got 2, wanted 1, -1 or None"),
+        ({"drop_path": 1.5}, "drop_path: got 1.5, wanted 0 to 1"),
         ({"regime": ["free"]}, "regime: got 1 of them, wanted one, or one for each of 3 layers"),
         ({"norm": "mid"}, "norm: got 'mid', wanted 'pre' or 'post'"),
         ({"method": "magic"}, "method: got 'magic', wanted 'plain' or"),
         ({"strength": 0.5}, "strength: got 0.5, wanted None: method 'plain' has none"),
         ({"patch_size": 3}, "patch_size: got 3, wanted a divisor of image_size = 8"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"ViTConfig: {message}"):
             small(**options)
+    with pytest.raises(TypeError, match="ViTConfig: bounded: got int 1, wanted True or False"):
+        small(bounded=1)
+    with pytest.raises(TypeError, match="VisionTransformer: config: got int 224, wanted a ViTConfig"):
+        VisionTransformer(224)
     with pytest.raises(ValueError, match=r"images: got torch.float32 of shape \[2, 3, 9, 9\].*\[B, 3, 8, 8\]"):
         small()(images(size=9))
 

@@ -96,7 +96,7 @@ class TestOptions:
         torch.testing.assert_close(module(x, **masks), projected(module, wanted))
 
     def test_centred(self, regime, masks):
-        module, x = attention(regime, centred=True), tokens()
+        module, x = attention(regime, centered=True), tokens()
         weights, value = self.parts(module, x, masks)
         wanted = weights @ value - self.uniform(weights) @ value
         torch.testing.assert_close(module(x, **masks), projected(module, wanted))
@@ -105,7 +105,7 @@ class TestOptions:
         module, x, first = attention(regime, neutreno=0.6), tokens(), torch.randn(B, H, N, C // H).double()
         weights, value = self.parts(module, x, masks)
         wanted = weights @ value + 0.6 * (first - value)
-        torch.testing.assert_close(module(x, first_values=first, **masks), projected(module, wanted))
+        torch.testing.assert_close(module(x, values_0=first, **masks), projected(module, wanted))
         torch.testing.assert_close(module(x, **masks), projected(module, weights @ value))
 
 
@@ -203,7 +203,7 @@ class TestSignedLayerNorm:
 
 class TestMlp:
     def test_it_runs_the_op_and_autocast_does_not(self):
-        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        module, x = ot.nn.linear.Mlp(6, 24), torch.randn(2, 5, 6)
         plain = module.fc2(F.gelu(module.fc1(x)))
         torch.testing.assert_close(module(x), plain)
         with torch.no_grad():
@@ -212,25 +212,25 @@ class TestMlp:
             assert module(x).dtype == torch.bfloat16
 
     def test_a_replaced_layer_is_called(self):
-        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        module, x = ot.nn.linear.Mlp(6, 24), torch.randn(2, 5, 6)
         module.fc1 = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 24))
         torch.testing.assert_close(module(x), module.fc2(F.gelu(module.fc1(x))))
 
     def test_a_hook_of_a_layer_is_called(self):
-        module, x, seen = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6), []
+        module, x, seen = ot.nn.linear.Mlp(6, 24), torch.randn(2, 5, 6), []
         module.fc1.register_forward_hook(lambda _module, _inputs, hidden: seen.append(hidden.shape))
         module(x)
         assert seen == [(2, 5, 24)]
 
     def test_frozen_weights(self):
-        frozen, x = ot.nn.mlp.Mlp(6, 24).requires_grad_(False), torch.randn(2, 5, 6, requires_grad=True)
+        frozen, x = ot.nn.linear.Mlp(6, 24).requires_grad_(False), torch.randn(2, 5, 6, requires_grad=True)
         frozen(x).sum().backward()
         assert x.grad is not None and frozen.fc1.weight.grad is None
 
     @pytest.mark.parametrize("backend", ["reference", "triton"])
     def test_a_backend_forced_for_other_ops(self, backend):
         """Triton has no linear layers: PyTorch's run."""
-        module, x = ot.nn.mlp.Mlp(6, 24), torch.randn(2, 5, 6)
+        module, x = ot.nn.linear.Mlp(6, 24), torch.randn(2, 5, 6)
         with ot.use_backend(backend):
             y = module(x)
         assert torch.equal(y, module.fc2(F.gelu(module.fc1(x))))

@@ -18,14 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import overtone as ot
 from overtone.integrations.adapter import running
-from overtone.models import VisionTransformer
+from overtone.models import VisionTransformer, ViTConfig
 
 REGIMES = ["sharpen", "free", "smooth"]
 ROUNDS = 10
 
 
 def ours(**options):
-    return VisionTransformer(8, 4, 5, REGIMES, dim=16, num_heads=2, depth=3, **options)
+    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 3}
+    return VisionTransformer(ViTConfig(**sizes, regime=REGIMES, **options))
 
 
 def timm_vit(kind="symmetric"):

@@ -18,7 +18,7 @@ equal. Lines are means over samples, bands hold 80 % of them."""
 WHY = """\
 If a layer's attention A and weight H were repeated for ever, tokens would be a sum of terms (1 + λᴴλᴬ)ᴸ. If the
 largest belongs to A's Perron eigenvalue, 1, whose eigenvector is the same for all tokens, they become equal; if it
-belongs to another eigenvalue, they do not. With centred attention equal tokens pass unchanged, with de-escalation they
+belongs to another eigenvalue, they do not. With centered attention equal tokens pass unchanged, with de-escalation they
 are multiplied by 1 − τ: the verdict is on that. It is a prediction from A and H; what else acts between the tokens is
 not in it, and the figures above show what was measured. A case is one sample, layer and head. Every verdict has a
 certificate: its margin is larger than the bound on the margin's error."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overtone.nn.attention import SpectralAttention
+from overtone.nn.attention import QKV, SpectralAttention
 from overtone.nn.linear import is_hooked, is_ordinary, is_plain
 from overtone.types import Spectrum
 
@@ -159,12 +159,12 @@ class Adapter(nn.Module):
         """The core on tokens x; `cache`, where given, takes new keys and values and returns all of them."""
         given = None if _is_checkpointed() else running.spectrum(self)
         spectrum = self.core.own_spectrum(given)
-        query, key, value = self.core.project(x, spectrum)
+        qkv = self.core.project(x, spectrum)
         if cache is not None:
-            key, value = cache(key, value)
+            qkv = QKV(qkv.query, *cache(qkv.key, qkv.value))
         if masks.get("attn_mask") is not None:
-            masks["attn_mask"] = masks["attn_mask"][..., : key.shape[2]]
-        return self.core.attend(query, key, value, spectrum, **masks)
+            masks["attn_mask"] = masks["attn_mask"][..., : qkv.key.shape[2]]
+        return self.core.attend(qkv, spectrum, **masks)
 
 
 def _is_checkpointed() -> bool:

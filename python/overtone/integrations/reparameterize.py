@@ -22,7 +22,7 @@ from overtone.integrations.adapter import (
     running,
     write_linear,
 )
-from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_layers
+from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_spectra
 from overtone.nn.linear import is_hooked, is_ordinary, is_plain
 from overtone.spectrum import KINDS, SMALLEST, BasisCache
 
@@ -242,7 +242,7 @@ class _BatchedSpectra:
         own = [part for part in parts if isinstance(part, Adapter) and part.batch is self]
         # Blocks that are computed again in backward must do in both passes what they do: each evaluates its own.
         if not any(map(_recomputes, parts)):
-            spectra = evaluate_layers([adapter.core for adapter in own], self.cache)
+            spectra = evaluate_spectra([adapter.core for adapter in own], self.cache)
             running.give(
                 self, [(adapter, each) for adapter, each in zip(own, spectra, strict=True) if each is not None]
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,45 +11,68 @@ from torch import Tensor, nn
 
 from overtone import _validate as validate
 from overtone import reference
-from overtone.nn.linear import has_global_hooks, is_fusible, is_plain
+from overtone._deprecated import accepts_renamed
+from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.ops.linear import linear
 from overtone.spectrum import KINDS, BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
 
-__all__ = ["REGIMES", "SpectralAttention", "evaluate_layers"]
+__all__ = ["QKV", "REGIMES", "SpectralAttention", "evaluate_spectra"]
 
 REGIMES = ("free", "sharpen", "smooth")
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of every head, [B, H, N, D] each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    packed: Tensor | None = None  #: [B, N, 3, H, D], if the three are views of it: their gradient comes in one piece
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> QKV:
+        return cls(*heads_of(packed), packed)
 
 
 class SpectralAttention(nn.Module):
     """Self-attention x ↦ concat_h(A_h x B_h) · diag(λ) · U with B, λ, U from a spectrum, in one fused op.
 
+    With the methods of the field the output O_h of a head, A_h V_h, becomes
+
+        O_h = (1 + ω_h) A_h V_h − ω_h ΠV_h  [head_gain]  − ΠV_h  [centered]  + γ (V⁰_h − V_h)  [neutreno]
+
+    where Π averages over the tokens a row may attend to.
+
     Args:
-        dim: of the tokens.
-        num_heads: must divide dim; each head owns dim / num_heads eigenvalues.
+        dim: channels of a token.
+        num_heads: divides dim; each head has dim / num_heads eigenvalues.
         regime: "sharpen" or "smooth" for a spectrum of that sign; "free" for ordinary weights W_V and W_proj (`qkv` and
             `proj`, named and shaped as in timm).
         kind: of the spectrum, "symmetric" or "general".
         bounded: keeps λ in [−1, 0) or (0, 1]; see ot.spectrum.
         qkv_bias: biases for queries and keys (and values, where the regime is "free").
-        proj_bias: a bias for the output; default: where the regime is "free".
-        head_gain: AttnScale's ω, one per head, learned, zero at first.
-        centred: A_h − Π in place of A_h (Ali et al. 2023).
-        neutreno: NeuTRENO's γ: adds γ(V⁰ − V) to the heads, V⁰ the first layer's values.
-        attn_drop: dropout of the attention weights in training, which then runs in plain PyTorch.
+        proj_bias: a bias for the output; default: only where the regime is "free".
+        head_gain: AttnScale's ω, one per head, learned, initially zero.
+        centered: subtracts the mean of the values (Ali et al. 2023).
+        neutreno: NeuTRENO's γ; V⁰ are the values of the first layer.
+        attn_drop: dropout of the attention weights; training then runs in plain PyTorch.
         scale: of the logits; None is 1/√(dim / num_heads).
 
-    forward(x [B, N, dim]) gives [B, N, dim]; with return_norms also the FrequencyNorms of that.
+    forward(x [B, N, dim]) returns [B, N, dim]; with return_norms also its FrequencyNorms.
 
     `qkv`, `qk`, `proj` and `spectrum` are parts of one fused op, which reads their tensors. Where a user has put
-    something else there (an adapter, a quantised layer, a hook), they are called instead.
+    something else there (an adapter, a quantized layer, a hook), they are called instead.
+
+    The keywords are many because they are independent options, as in torch's own modules.
     """
 
     _ones: Tensor
     spectrum: SpectrumModule
 
+    @accepts_renamed("SpectralAttention", centred="centered")
     def __init__(
         self,
         dim: int,
@@ -61,7 +84,7 @@ class SpectralAttention(nn.Module):
         qkv_bias: bool = True,
         proj_bias: bool | None = None,
         head_gain: bool = False,
-        centred: bool = False,
+        centered: bool = False,
         neutreno: float = 0.0,
         attn_drop: float = 0.0,
         scale: float | None = None,
@@ -75,7 +98,7 @@ class SpectralAttention(nn.Module):
             raise ValueError(f"SpectralAttention: num_heads: got {num_heads}, wanted a divisor of dim = {dim}")
         self.regime = validate.one_of("SpectralAttention", "regime", regime, REGIMES)
         self.dim, self.num_heads, self.kind = dim, num_heads, kind
-        self.centred, self.neutreno = centred, float(neutreno)
+        self.centered, self.neutreno = centered, float(neutreno)
         self.attn_drop, self.scale = float(attn_drop), scale
         factory = {"device": device, "dtype": dtype}
         proj_bias = regime == "free" if proj_bias is None else proj_bias
@@ -97,7 +120,7 @@ class SpectralAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         spectrum: Spectrum | None = None,
-        first_values: Tensor | None = None,
+        values_0: Tensor | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -107,108 +130,26 @@ class SpectralAttention(nn.Module):
             residual: [B, N, dim], added inside the op.
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
-            first_values: V⁰ for NeuTRENO, the values that `project` of the first layer gives.
+            values_0: V⁰ for NeuTRENO, the values that `project` of the first layer returns.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
-        packed = self._project_packed(x, spectrum)
         return self.attend(
-            *heads_of(packed), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
-            first_values=first_values, return_norms=return_norms, packed=packed,
+            self.project(x, spectrum), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            values_0=values_0, return_norms=return_norms,
         )  # fmt: skip
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spectrum: Spectrum | None = None,
-        *,
-        residual: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        first_values: Tensor | None = None,
-        return_norms: bool = False,
-        packed: Tensor | None = None,
-    ) -> Any:
-        """The second half of forward, from what `project` gave: keys and values may be more than queries.
-
-        packed: [B, N, 3, H, D], if query, key and value are views of it: their gradients are then made in one piece.
-        """
-        masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-        calls_proj = self.regime == "free" and not is_fusible(self.proj)
-        eigenvalues, basis = self._output_factors(spectrum, calls_proj, query.dtype)
-        extra = self._neutreno_term(value, first_values, eigenvalues, basis)
-        if self.centred:
-            value, extra = self._centre(query, key, value, extra, eigenvalues, basis, masks)
-            packed = None
-        inside, outside = (None, residual) if calls_proj else _split_residual(residual, query)
-        for term in (None if calls_proj else self._output_bias(), extra):
-            if term is not None:
-                inside = _add(inside, term.to(query.dtype), (query.shape[0], query.shape[2], self.dim))
-        run: Any = spectral_attention if packed is None else spectral_attention_packed
-        given = (query, key, value) if packed is None else (packed,)
-        if self.training and self.attn_drop > 0:
-            run, given = self._attend_with_dropout, (query, key, value)
-        is_whole = outside is None and not calls_proj
-        outcome: Any = run(
-            *given, eigenvalues, basis, residual=inside, scale=self.scale, head_gain=self.head_gain,
-            return_norms=return_norms and is_whole, **masks,
-        )  # fmt: skip
-        if is_whole:
-            return outcome
-        y = self.proj(outcome) if calls_proj else outcome
-        y = y if outside is None else outside + y
-        return (y, frequency_norms(y)) if return_norms else y
-
-    def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
-        """What the fused op computes, with dropout of the attention weights, in plain PyTorch."""
-        weights = F.dropout(reference.attention_weights(query, key, **options), self.attn_drop)
-        heads = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
-        y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
-        y = y if residual is None else residual + y
-        return (y, frequency_norms(y)) if return_norms else y
-
-    def evaluate(self) -> Spectrum:
-        """This layer's B, λ and U; where the regime is "free": W_V, ones and W_proj."""
-        if self.regime != "free":
-            return self.spectrum()
-        return Spectrum(self._matrix(self.qkv)[:, 2 * self.dim :], self._ones, self._matrix(self.proj))
-
-    def _matrix(self, layer: nn.Linear) -> Tensor:
-        """W [in, out] as it multiplies tokens: read, or seen from what the layer does to unit vectors."""
-        if is_fusible(layer):
-            return layer.weight.mT
-        unit = torch.eye(self.dim, dtype=self._ones.dtype, device=self._ones.device)[None]
-        return (layer(unit) - layer(torch.zeros_like(unit)))[0]
 
     def own_spectrum(self, given: Spectrum | None = None) -> Spectrum | None:
-        """The spectrum given, or else this layer's; None where the regime is "free", whose layers are no spectrum."""
+        """`given`, or else this layer's spectrum; None where the regime is "free", which has none."""
         return given if given is not None or self.regime == "free" else self.spectrum()
 
-    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """λ and U of the op. Where `proj` is called behind it U is the identity: one product of the output's size more
-        than in one op, but no second kind of attention."""
-        if self.regime != "free":
-            spectrum = self.spectrum() if spectrum is None else spectrum
-            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(validate.statistics_dtype(dtype))
-        if calls_proj:
-            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
-        return ones, self.proj.weight.mT.to(dtype)
-
-    def project(self, x: Tensor, spectrum: Spectrum | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [B, H, N, D] each, views of packed products."""
-        return heads_of(self._project_packed(x, spectrum))
-
-    def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
-        """The same as [B, N, 3, H, D]."""
+    def project(self, x: Tensor, spectrum: Spectrum | None = None) -> QKV:
+        """The first half of forward: queries, keys and values."""
         if self.regime == "free":
-            plain = is_fusible(self.qkv)
-            packed = linear(x, self.qkv.weight, self.qkv.bias) if plain else self.qkv(x)
+            packed = apply_linear(self.qkv, x)
         else:
             packed = self._project_on_basis(x, (self.spectrum() if spectrum is None else spectrum).basis_in)
-        return packed.unflatten(-1, (3, self.num_heads, -1))
+        return QKV.unpack(packed.unflatten(-1, (3, self.num_heads, -1)))
 
     def _project_on_basis(self, x: Tensor, basis: Tensor) -> Tensor:
         if is_fusible(self.qk):  # one product for all three
@@ -218,17 +159,63 @@ class SpectralAttention(nn.Module):
         values = linear(x, basis.mT.to(x.dtype))
         return torch.cat((queries_and_keys, values.to(queries_and_keys.dtype)), -1)
 
-    def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """A [B, H, N, N], by the reference: for analysis."""
-        query, key, _ = self.project(x)
-        return reference.attention_weights(
-            query, key, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, head_gain=self.head_gain
-        )
+    def attend(
+        self,
+        qkv: QKV,
+        spectrum: Spectrum | None = None,
+        *,
+        residual: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        values_0: Tensor | None = None,
+        return_norms: bool = False,
+    ) -> Any:
+        """The second half of forward; there may be more keys and values than queries (a cache)."""
+        masks = {"attn_mask": attn_mask, "is_causal": is_causal}
+        calls_proj = self.regime == "free" and not is_fusible(self.proj)
+        factors = self._output_factors(spectrum, calls_proj, qkv.query.dtype)
+        extra = self._neutreno_term(qkv.value, values_0, *factors)
+        if self.centered:
+            qkv, extra = self._center_values(qkv, extra, *factors, **masks)
+        inside, outside = (None, residual) if calls_proj else _split_residual(residual, qkv.query)
+        for term in (None if calls_proj else self._output_bias(), extra):
+            if term is not None:
+                inside = _add(inside, term.to(qkv.query.dtype), (*qkv.query.shape[::2], self.dim))
+        is_whole = outside is None and not calls_proj
+        outcome = self._run(qkv, *factors, residual=inside, return_norms=return_norms and is_whole, **masks)
+        if is_whole:
+            return outcome
+        y = self.proj(outcome) if calls_proj else outcome
+        y = y if outside is None else outside + y
+        return (y, frequency_norms(y)) if return_norms else y
 
-    def value_projection(self) -> tuple[Tensor, Tensor]:
-        """W_V [dim, dim] and W_proj [dim, dim] as they multiply tokens, x W_V W_proj; W_proj includes λ."""
-        basis_in, eigenvalues, basis_out = self.evaluate()
-        return basis_in, eigenvalues[:, None] * basis_out
+    def _run(self, qkv: QKV, eigenvalues: Tensor, basis: Tensor, **options: Any) -> Any:
+        """The fused op, or its like with dropout. residual, return_norms, attn_mask and is_causal are handed on."""
+        options |= {"scale": self.scale, "head_gain": self.head_gain}
+        if self.training and self.attn_drop > 0:
+            return self._attend_with_dropout(*qkv[:3], eigenvalues, basis, **options)
+        if qkv.packed is not None:
+            return spectral_attention_packed(qkv.packed, eigenvalues, basis, **options)
+        return spectral_attention(*qkv[:3], eigenvalues, basis, **options)
+
+    def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
+        """What the fused op computes, with dropout of the attention weights, in plain PyTorch."""
+        weights = F.dropout(reference.attention_weights(query, key, **options), self.attn_drop)
+        heads = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
+        y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
+        y = y if residual is None else residual + y
+        return (y, frequency_norms(y)) if return_norms else y
+
+    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """λ and U of the op. If `proj` is to be called on its result, U is the identity: one more product of the
+        output's size, but no second implementation of attention."""
+        if self.regime != "free":
+            spectrum = self.spectrum() if spectrum is None else spectrum
+            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
+        ones = self._ones.to(validate.statistics_dtype(dtype))
+        if calls_proj:
+            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
+        return ones, self.proj.weight.mT.to(dtype)
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
@@ -241,29 +228,61 @@ class SpectralAttention(nn.Module):
         scaled = (self.neutreno * eigenvalues).to(difference.dtype)
         return (difference * scaled) @ basis.to(difference.dtype)
 
-    def _centre(self, query, key, value: Tensor, extra: Tensor | None, eigenvalues, basis, masks: dict):
-        """A V − ΠV. A's rows sum to one: without masks that is A HFC[V]. With them Π's attention is taken off."""
-        if masks["attn_mask"] is None and not masks["is_causal"]:
-            return frequency_filter(value, 0.0, 1.0), extra
-        query = torch.zeros_like(query)  # equal logits: the mean
-        mask = masks["attn_mask"]
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask != -torch.inf
-        centre: Any = spectral_attention(
-            query, key, value, -eigenvalues, basis.to(value.dtype), residual=extra, attn_mask=mask,
-            is_causal=masks["is_causal"],
+    def _center_values(
+        self,
+        qkv: QKV,
+        extra: Tensor | None,
+        eigenvalues: Tensor,
+        basis: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[QKV, Tensor | None]:
+        """A V − ΠV. Rows of A sum to one, so without masks this is A HFC[V]. With masks −ΠV is added to `extra`."""
+        if attn_mask is None and not is_causal:
+            return qkv._replace(value=frequency_filter(qkv.value, 0.0, 1.0), packed=None), extra
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask != -torch.inf
+        equal_logits = torch.zeros_like(qkv.query)
+        mean: Any = spectral_attention(
+            equal_logits, qkv.key, qkv.value, -eigenvalues, basis.to(qkv.value.dtype), residual=extra,
+            attn_mask=attn_mask, is_causal=is_causal,
         )  # fmt: skip
-        return value, centre
+        return qkv._replace(packed=None), mean
+
+    def evaluate(self) -> Spectrum:
+        """This layer's B, λ and U; where the regime is "free": W_V, ones and W_proj."""
+        if self.regime != "free":
+            return self.spectrum()
+        return Spectrum(self._matrix(self.qkv)[:, 2 * self.dim :], self._ones, self._matrix(self.proj))
+
+    def _matrix(self, layer: nn.Linear) -> Tensor:
+        """W [in, out] as it multiplies tokens: read, or found by applying the layer to unit vectors."""
+        if is_fusible(layer):
+            return layer.weight.mT
+        unit = torch.eye(self.dim, dtype=self._ones.dtype, device=self._ones.device)[None]
+        return (layer(unit) - layer(torch.zeros_like(unit)))[0]
+
+    def attention_weights(self, x: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """A [B, H, N, N], by the reference: for analysis."""
+        query, key = self.project(x)[:2]
+        return reference.attention_weights(
+            query, key, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale, head_gain=self.head_gain
+        )
+
+    def value_projection(self) -> tuple[Tensor, Tensor]:
+        """W_V [dim, dim] and W_proj [dim, dim] as they multiply tokens, x W_V W_proj; W_proj includes λ."""
+        basis_in, eigenvalues, basis_out = self.evaluate()
+        return basis_in, eigenvalues[:, None] * basis_out
 
     def extra_repr(self) -> str:
         options = [f"dim={self.dim}, num_heads={self.num_heads}, regime={self.regime!r}"]
-        options += ["centred"] if self.centred else []
+        options += ["centered"] if self.centered else []
         options += [f"neutreno={self.neutreno}"] if self.neutreno else []
         return ", ".join(options)
 
 
-def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
-    """Every layer's spectrum from one batched factorisation per width; None for layers that must do it themselves."""
+def evaluate_spectra(layers: Sequence[SpectralAttention], cache: BasisCache) -> list[Spectrum | None]:
+    """Every layer's spectrum from one batched factorization per width; None for layers that must do it themselves."""
     ready = [place for place, layer in enumerate(layers) if layer.regime != "free" and _is_readable(layer.spectrum)]
     results: list[Spectrum | None] = [None] * len(layers)
     for place, spectrum in zip(ready, evaluate([layers[place].spectrum for place in ready], cache), strict=True):
@@ -272,7 +291,7 @@ def evaluate_layers(layers: Sequence[SpectralAttention], cache: BasisCache) -> l
 
 
 def _is_readable(spectrum: nn.Module) -> bool:
-    """Nobody has put anything else or a hook there, and its basis is there: FSDP2 may keep it sharded until the layer's
+    """Whether it is one of ours, without hooks, and holds its whole basis: FSDP2 may keep it sharded until the layer's
     own forward."""
     if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False
@@ -280,7 +299,8 @@ def _is_readable(spectrum: nn.Module) -> bool:
 
 
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What is added inside the op, and what outside: a residual stream wider than the op's dtype is not rounded."""
+    """What is added inside the op and what outside it, where the residual stream is wider than the op's dtype: it is
+    never rounded."""
     if residual is None or residual.dtype == query.dtype:
         return residual, None
     return None, residual

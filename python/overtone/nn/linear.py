@@ -1,17 +1,21 @@
-"""When a fused op may read a layer's weight in place of calling it."""
+"""Linear layers and the MLP on our ops, and when an op may read a layer's weight instead of calling the layer."""
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-__all__ = ["has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
+from overtone.ops.linear import linear, mlp
+
+__all__ = ["Mlp", "apply_linear", "has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
 
 # The last two stand for ordinary tensors while a graph is traced.
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -25,10 +29,10 @@ _GLOBAL_HOOKS = (
 
 
 def is_fusible(layer: nn.Module) -> bool:
-    """Whether x Wᵀ + b of the layer's own tensors is all that calling it would do.
+    """Whether calling the layer would do nothing but x Wᵀ + b with its own tensors.
 
-    Not so where a user has put something else in its place (adapters, quantised layers, wrappers), a subclass (which is
-    also what parametrizations make of it), hooks (pruning is one), or a weight of another kind of tensor.
+    False for anything a user may have put in its place: adapters, quantized layers and wrappers, subclasses (which is
+    also what a parametrization makes of a layer), hooks (pruning is one), and tensor subclasses as weights.
     """
     if not is_plain(layer, nn.Linear) or has_global_hooks():
         return False
@@ -36,28 +40,48 @@ def is_fusible(layer: nn.Module) -> bool:
 
 
 def is_ordinary(tensor: Any) -> bool:
-    """Not of a subclass with a multiplication of its own: quantised, sharded."""
+    """Whether this is no subclass of Tensor with its own matrix product, such as a quantized or sharded weight."""
     return type(tensor) in _ORDINARY
 
 
 def is_plain(module: Any, *kinds: type) -> bool:
-    """Whether the module is of one of these very classes, and nobody watches or changes its calls."""
+    """Whether the module is of exactly one of these classes, without hooks and without a forward of its own."""
     return type(module) in kinds and "forward" not in vars(module) and not is_hooked(module)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling the module calls something else too."""
+    """Whether calling the module also calls hooks."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks on the calls of every module.
+    """Whether torch has hooks that run for every module.
 
-    torch's ModuleTracker (of FlopCounterMode) asks only whose an op is, and a fused op is the attention's.
+    Those of torch's ModuleTracker (used by FlopCounterMode) do not count: they only ask which module an op belongs to,
+    and a fused op belongs to the attention.
     """
     return any(_GLOBAL_HOOKS) and not all(map(_only_tracks, chain(*(hooks.values() for hooks in _GLOBAL_HOOKS))))
 
 
 def _only_tracks(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+
+
+def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """layer(x), on our op if the layer is fusible."""
+    return linear(x, layer.weight, layer.bias) if is_fusible(layer) else layer(x)
+
+
+class Mlp(nn.Module):
+    """fc2(GELU(fc1(x))), in one op."""
+
+    def __init__(self, dim: int, hidden: int, *, device=None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias):
+            return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
+        return self.fc2(F.gelu(self.fc1(x)))

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 class SignedLayerNorm(nn.LayerNorm):
-    """LayerNorm with the weights sign · |weight|: positive or negative, whatever training does.
+    """LayerNorm with weights sign · |weight|: they stay positive or negative throughout training.
 
-    In front of attention a negative sign swaps smoothing and sharpening: the spectrum acts as if multiplied by −1.
+    A negative sign before attention swaps smoothing and sharpening, as if the spectrum were multiplied by −1.
 
     Args:
-        dim: of the tokens.
+        dim: channels of a token.
         sign: 1 or −1.
         eps: added to the variance.
     """

@@ -1,4 +1,4 @@
-"""What `ot.spectrum.fold` puts in the place of this package's modules: ordinary weights, PyTorch's own operations."""
+"""What `ot.spectrum.fold` replaces this package's modules with: ordinary weights and PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overtone import reference
-from overtone.nn.attention import SpectralAttention
+from overtone.nn.attention import QKV, SpectralAttention
 from overtone.nn.filters import DeEscalation, FeatScale
-from overtone.nn.linear import is_ordinary, is_plain
-from overtone.nn.mlp import Mlp
+from overtone.nn.linear import Mlp, is_ordinary, is_plain
 from overtone.nn.norms import SignedLayerNorm
 from overtone.spectrum import KINDS, FixedSpectrum, SpectrumModule, folded
 from overtone.types import Spectrum
@@ -25,7 +24,7 @@ class PlainAttention(SpectralAttention):
     """SpectralAttention with W_V and W_proj = diag(λ) U as ordinary weights: `qkv` and `proj`, as in timm.
 
     Args:
-        layer: whose weights it takes; they must be of ordinary linear layers.
+        layer: whose weights it takes, which must be those of ordinary linear layers.
         name: of the layer in its model, for errors.
     """
 
@@ -33,7 +32,7 @@ class PlainAttention(SpectralAttention):
         nn.Module.__init__(self)
         self.regime, self.kind = "free", layer.kind
         self.dim, self.num_heads, self.scale, self.attn_drop = layer.dim, layer.num_heads, layer.scale, layer.attn_drop
-        self.centred, self.neutreno, self.head_gain = layer.centred, layer.neutreno, layer.head_gain
+        self.centered, self.neutreno, self.head_gain = layer.centered, layer.neutreno, layer.head_gain
         if layer.regime == "free":
             self.qkv, self.proj, ones = layer.qkv, layer.proj, layer._ones
         else:
@@ -41,39 +40,37 @@ class PlainAttention(SpectralAttention):
             ones = torch.ones_like(self.proj.weight[0])
         self.register_buffer("_ones", ones, persistent=False)
 
-    def _project_packed(self, x: Tensor, spectrum: Spectrum | None) -> Tensor:
-        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+    def project(self, x: Tensor, spectrum: Spectrum | None = None) -> QKV:
+        return QKV.unpack(self.qkv(x).unflatten(-1, (3, self.num_heads, -1)))
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        qkv: QKV,
         spectrum: Spectrum | None = None,
         *,
         residual: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        first_values: Tensor | None = None,
+        values_0: Tensor | None = None,
         return_norms: bool = False,
-        packed: Tensor | None = None,
     ) -> Any:
+        query, key, value = qkv[:3]
         heads = self._heads(query, key, value, attn_mask, is_causal)
-        if self.neutreno != 0 and first_values is not None:
-            heads = heads + self.neutreno * (first_values - value)
+        if self.neutreno != 0 and values_0 is not None:
+            heads = heads + self.neutreno * (values_0 - value)
         y = self.proj(heads.transpose(1, 2).flatten(2))
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """A_h V_h; with AttnScale's gain and centring (1 + ω)(A V) − ω ΠV and A V − ΠV, one on the other."""
+        """A_h V_h, or (1 + ω)(A V) − ω ΠV with AttnScale's gain, A V − ΠV if centered, or one after the other."""
         heads = self._attention(query, key, value, attn_mask, is_causal)
-        if self.head_gain is None and not self.centred:
+        if self.head_gain is None and not self.centered:
             return heads
         mean = self._mean(query, key, value, attn_mask, is_causal)
         gain = 0 if self.head_gain is None else self.head_gain[:, None, None].to(value.dtype)
-        centre = (1 + gain) * mean if self.centred else gain * mean
-        return (1 + gain) * heads - centre
+        subtracted = (1 + gain) * mean if self.centered else gain * mean
+        return (1 + gain) * heads - subtracted
 
     def _attention(self, query, key, value, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         dropout = self.attn_drop if self.training else 0.0
@@ -84,7 +81,7 @@ class PlainAttention(SpectralAttention):
         )
 
     def _mean(self, query, key, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """ΠV: the mean of the values that take part, as attention of equal logits."""
+        """ΠV: the mean of the values that are attended to, as attention with equal logits."""
         if attn_mask is None and not is_causal:
             return value.mean(2, keepdim=True)
         if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -115,7 +112,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """The layer of these weights, which it copies."""
+    """A layer with copies of these weights."""
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
@@ -160,7 +157,7 @@ def _plain_norm(norm: SignedLayerNorm) -> nn.LayerNorm:
 
 
 def _replace(kind: type, plain: Callable[[Any, str], nn.Module], *exact: type) -> None:
-    """Have `fold` replace modules of this class, but no subclass, nor what has hooks: what they do would be lost."""
+    """Have `fold` replace modules of this class. Subclasses and modules with hooks are refused: those would be lost."""
     exact = exact or (kind,)
 
     @folded.register(kind)

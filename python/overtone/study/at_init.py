@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import overtone
 from overtone.analysis import dominance, head_weights
-from overtone.models import VisionTransformer, vit_base
+from overtone.models import VisionTransformer, ViTConfig, vit_base
 from overtone.nn import SignedLayerNorm, SpectralAttention
 
 TAUS = (0.1, 0.5, 1.0)
@@ -67,9 +67,8 @@ def token_similarity(norm: str, tau: float | None, depth: int) -> Curve:
     Weights are Xavier's, as in classic Transformers. tau: de-escalation after every block, None for none.
     """
     method = "plain" if tau is None else "de_escalation"
-    model = VisionTransformer(
-        128, 16, 0, dim=192, num_heads=3, depth=depth, norm=norm, method=method, strength=tau
-    ).eval()  # fmt: skip
+    config = ViTConfig(image_size=128, num_classes=0, depth=depth, norm=norm, method=method, strength=tau)
+    model = VisionTransformer(config).eval()
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,17 @@ from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo, resolved
 from overtone.training.errors import CheckpointError, ConfigError, machine_errors, one_line
 
-SIZES = {"tiny": models.vit_tiny, "small": models.vit_small, "base": models.vit_base}
+SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # dim, num_heads
 
 
 def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer:
     """With the weights that the seed decides. torch's generator is left as it was."""
     config = resolved(config)
     options = {
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_classes": len(info.classes),
+        "regime": config.regimes,
         "depth": config.depth,
         "kind": config.kind,
         "bounded": config.bounded,
@@ -31,19 +34,18 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         "method": config.method,
         "strength": config.strength,
         "drop_path": config.drop_path,
-        "checkpointing": config.recompute,
+        "grad_checkpointing": config.recompute,
         "in_channels": info.channels,
-        "position_std": config.position_std,
-        "eigenvalue_size": config.eigenvalue_size,
+        "pos_embed_std": config.position_std,
+        "init_eigenvalue": config.eigenvalue_size,
     }
-    build: Callable[..., models.VisionTransformer] = SIZES[config.size]
+    dim, num_heads = SIZES[config.size]
     if config.dim is not None:
-        build = models.VisionTransformer
-        options |= {"dim": config.dim, "num_heads": config.heads or max(1, config.dim // 64)}
+        dim, num_heads = config.dim, config.heads or max(1, config.dim // 64)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.seed)
         try:
-            return build(config.image_size, config.patch_size, len(info.classes), config.regimes, **options)
+            return models.VisionTransformer(models.ViTConfig(dim=dim, num_heads=num_heads, **options))
         except ValueError as error:
             raise ConfigError(one_line(error)) from None
 
