@@ -49,7 +49,7 @@ def figures(measured: Measured) -> list[Figure]:
     found = []
     for quantity, (factor, unit) in UNITS.items():
         curves = [curve for curve in measured.curves() if curve.quantity == quantity and any(curve.y)]
-        lines = [line for curve, colour in zip(curves, SERIES, strict=False) for line in _lines(curve, factor, colour)]
+        lines = [line for curve, color in zip(curves, SERIES, strict=False) for line in _lines(curve, factor, color)]
         if lines:
             title = f"{quantity.capitalize()} of {measured.sweep.title}"
             name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
@@ -58,16 +58,16 @@ def figures(measured: Measured) -> list[Figure]:
     return found
 
 
-def _lines(curve: Curve, factor: float, colour: str) -> list[Line]:
+def _lines(curve: Curve, factor: float, color: str) -> list[Line]:
     """The points, and dashes of the theoretical slope through the last of them."""
-    lines = [Line(f"{curve.contender}{_exponent(curve)}", curve.x, [factor * y for y in curve.y], colour=colour)]
+    lines = [Line(f"{curve.contender}{_exponent(curve)}", curve.x, [factor * y for y in curve.y], color=color)]
     points = curve.asymptotic
     if curve.theory is not None and len(points) > 1 and points[-1][1] > 0:
         end, height = points[-1]
         x = [value for value, _ in points]
         label = f"slope {curve.theory:g}"
         y = [factor * height * (value / end) ** curve.theory for value in x]
-        lines.append(Line(label, x, y, colour=colour, dashed=True))
+        lines.append(Line(label, x, y, color=color, dashed=True))
     return lines
 
 
@@ -91,8 +91,8 @@ def page(measured: Sequence[Measured], machine: Mapping[str, Any]) -> Page:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return Page(
         title="How cost grows",
-        lead="Time and memory against the sizes of a problem, and the exponent of each beside the theoretical one.",
-        facts=[
+        summary="Time and memory against the sizes of a problem, and the exponent of each beside the theoretical one.",
+        key_figures=[
             (str(points), "points, each checked against float64"),
             (str(points - disturbed), "of them undisturbed"),
             (str(machine["threads"]), "threads"),

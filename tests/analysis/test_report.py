@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from analysis.test_analyze import Model, tokens
 from support import browser
+from support.attention_models import Model, tokens
 
 from overtone.analysis import analyze
 from overtone.report import figures
@@ -32,6 +32,10 @@ def saved(tmp_path_factory):
     analysis = analyze(model, tokens(), name="a <small> model")
     assert analysis.save(folder) == folder / "report.html"
     return analysis, folder
+
+
+def page_with(table: Table) -> str:
+    return Page("t", sections=[Section("s", tables=[table])]).html()
 
 
 class TestTable:
@@ -59,12 +63,17 @@ class TestTable:
             ["name", "value", "value std", "note"], ["a", "1.25", "0.5", "x"], ["b", "2.0", "", "y"],
         ]  # fmt: skip
         assert table.text().splitlines()[3].split() == ["a", "1.25", "x"]
-        assert '<td class="number">1.25</td>' in table.html()
+        assert '<td class="number">1.25</td>' in page_with(table)
 
-    def test_html_is_escaped_and_has_headers(self):
-        html = self.TABLE.html()
+    def test_a_page_escapes_it_and_names_its_rows_and_columns(self):
+        html = page_with(self.TABLE)
         assert '<th scope="row">a &amp; b</th>' in html and '<th scope="col">value</th>' in html
-        assert "<caption><span>Two rows</span></caption>" in html
+        assert "<caption><span>Two rows</span></caption>" in html and '<p class="note">A note.</p>' in html
+
+    def test_a_page_puts_text_to_the_left(self):
+        html = page_with(Table("t", ["a", "b", "c"], [["x", "short", 1], ["y", "word " * 9, 2.0]]))
+        assert re.findall(r'<th scope="col"( class="text")?>', html) == [' class="text"', ' class="text"', ""]
+        assert re.findall(r'<td class="(.*?)">', html) == ["text", "number", "text long", "number"]
 
     def test_a_short_row_is_an_error(self):
         with pytest.raises(ValueError, match="got a row of 1 cells, wanted 2"):
@@ -78,19 +87,19 @@ class TestTable:
 
 
 class TestFigures:
-    def test_colours_follow_the_theme(self):
-        figure = figures.curves(
+    def test_colors_follow_the_theme(self):
+        figure = figures.line_plot(
             "x", "t", [Curve("a", [0, 1], [1, 100], [1, 90], [2, 110])], x="x", y="y", alt="a", log=True
         )
         assert figure.svg.startswith("<svg ") and "var(--sharpen)" in figure.svg
-        assert not [colour for colour in figures.THEME if colour in figure.svg.lower()]
+        assert not [color for color in figures.THEME if color in figure.svg.lower()]
         assert figure.png.startswith(b"\x89PNG")
 
     def test_the_same_figure_twice_is_the_same(self):
         def draw():
             points = {"λ": np.exp(1j * np.arange(2000.0))}
             region = Region(np.eye(5), (-1, 1, -1, 1), "share")
-            return figures.plane("p", "t", points, x="x", y="y", alt="a", region=region, unit_circle=True)
+            return figures.complex_plane("p", "t", points, x="x", y="y", alt="a", region=region, unit_circle=True)
 
         assert draw() == draw()
 
@@ -105,8 +114,8 @@ class TestFigures:
     def test_extreme_values_are_drawn(self):
         figures.histograms("h", "t", {"1": np.zeros(3), "2": np.array([])}, x="x", y="y", alt="a", marks=(0,))
         figures.heat_map("m", "t", np.full((1, 1), np.nan), x="x", y="y", bar="b", alt="a", diverging=True)
-        figures.curves("c", "t", [Curve("a", [0], [0.0])], x="x", y="y", alt="a", log=True)
-        figures.shares("s", "t", {"1": {}}, y="y", alt="a", colours={"all": "#000000"})
+        figures.line_plot("c", "t", [Curve("a", [0], [0.0])], x="x", y="y", alt="a", log=True)
+        figures.stacked_bars("s", "t", {"1": {}}, y="y", alt="a", colors={"all": "#000000"})
 
 
 class TestLegends:
@@ -146,14 +155,14 @@ class TestLegends:
         for length in (2, 24):
             x = list(range(1, 13))
             lines = [Curve("n" * length + str(i), x, generator.uniform(0.01, 1, 12).tolist()) for i in range(count)]
-            figures.curves("c", "t", lines, x="x", y="y", alt="a")
-            figures.curves("c", "t", lines, x="x", y="y", alt="a", log=True)
+            figures.line_plot("c", "t", lines, x="x", y="y", alt="a")
+            figures.line_plot("c", "t", lines, x="x", y="y", alt="a", log=True)
             figures.log_log("l", "t", lines, x="x", y="y", alt="a")
             points = {line.label: np.array(line.y) * np.exp(1j * np.arange(12)) for line in lines}
-            figures.plane("p", "t", points, x="x", y="y", alt="a", unit_circle=True)
+            figures.complex_plane("p", "t", points, x="x", y="y", alt="a", unit_circle=True)
             rows = {str(i): dict(zip(points, generator.dirichlet(np.ones(count)), strict=True)) for i in range(3)}
-            colours = dict(zip(points, figures.SERIES, strict=False))
-            figures.shares("s", "t", rows, y="y", alt="a", colours=colours)
+            colors = dict(zip(points, figures.SERIES, strict=False))
+            figures.stacked_bars("s", "t", rows, y="y", alt="a", colors=colors)
         assert all(self.check(canvas) for canvas in canvases) and len(canvases) == 10
 
     def test_of_an_analysis(self, canvases):
@@ -184,7 +193,7 @@ class Checker(HTMLParser):
 
 
 def test_a_page_is_made_of_sections(tmp_path):
-    figure = figures.curves("one", "A title", [Curve("a", [0, 1], [1, 2])], x="x", y="y", alt="says <it>")
+    figure = figures.line_plot("one", "A title", [Curve("a", [0, 1], [1, 2])], x="x", y="y", alt="says <it>")
     page = Page("Title & more", "Lead.", [("1", "fact")], [Section("First part", ["Text."], [figure])], "End.")
     page.write(tmp_path / "folder" / "page.html")
     html = (tmp_path / "folder" / "page.html").read_text()
@@ -228,7 +237,7 @@ def test_the_page_in_a_browser(saved, tmp_path, width, dark):
         )
         images = tab.evaluate("[...document.querySelectorAll('image')].every(i => i.getBoundingClientRect().width > 0)")
         overflow = tab.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-        colours = tab.evaluate(
+        colors = tab.evaluate(
             "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
         )
         assert tab.complaints() == []
@@ -237,7 +246,7 @@ def test_the_page_in_a_browser(saved, tmp_path, width, dark):
     for shown_width, height, parts, label in sizes:
         assert shown_width > 250 and height > 100 and parts > 10 and len(label) > 20
     assert overflow <= 0
-    brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+    brightness = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
     assert (brightness[0] < brightness[1]) == dark
 
 

@@ -17,8 +17,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from analysis.test_analyze import Model
 from support import optional
+from support.attention_models import Model
 
 from overtone import cli
 from overtone.cli import sources
@@ -262,8 +262,8 @@ def test_a_run_is_analysed_on_its_test_images(tmp_path, capsys):
     words = rf"run with trained weights \([\d,]+ parameters\), on 5 of the run's {total} test images \(digits\)\."
     assert re.search(words, out.splitlines()[0])
     page = (tmp_path / "report" / "report.html").read_text()
-    lead = html.unescape(page.partition('class="lead">')[2].partition("</p>")[0])
-    assert re.search(words, lead)
+    summary = html.unescape(page.partition('class="summary">')[2].partition("</p>")[0])
+    assert re.search(words, summary)
     given, _ = sources.load(str(tmp_path / "run")).own_images(5)
     data = load_data(config)
     everything = data.info.normalise(data.test.images(torch.arange(total)))

@@ -168,6 +168,13 @@ class TestWheel:
             python_files |= {f"overtone/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
         assert python_files <= set(names)
 
+    def test_has_what_the_package_reads(self, distributions):
+        """Templates, style sheets and types: every file of the package that is not Python, and nothing compiled."""
+        names = zipfile.ZipFile(next(distributions.glob("*.whl"))).namelist()
+        tracked = run_well("git", "ls-files", "-z", "python", cwd=ROOT).split("\0")
+        data = {name.removeprefix("python/") for name in tracked if name and not name.endswith(".py")}
+        assert "overtone/report/page.html.j2" in data <= set(names)
+
     def test_needs_torch_without_an_upper_bound(self, distributions):
         archive = zipfile.ZipFile(next(distributions.glob("*.whl")))
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()

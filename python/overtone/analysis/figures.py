@@ -16,10 +16,8 @@ from overtone.report.figures import Curve, Figure, Region
 if TYPE_CHECKING:
     from overtone.analysis.result import Analysis
 
-VERDICT_LABELS = {"perron": "Perron: smooths", "other": "other: does not", "undecided": "undecided"}
-VERDICT_COLOURS = dict(zip(VERDICT_LABELS.values(), (draw.SMOOTH, draw.SHARPEN, draw.UNDECIDED), strict=True))
 # Spectra of A over which the shares of the plane are counted, and the plane's points along each side.
-MOST_SPECTRA, GRID_POINTS = 60, 81
+MAX_SPECTRA, GRID_POINTS = 60, 81
 
 
 def all_figures(analysis: Analysis) -> list[Figure]:
@@ -35,11 +33,11 @@ def _depth_figures(analysis: Analysis) -> list[Figure]:
         alt = f"{METRICS[metrics[0]]} over depth: from {first:.3g} before the first layer to {last:.3g} after the last."
         y = METRICS[metrics[0]] if len(metrics) == 1 else ""
         title = f"{label[0].upper()}{label[1:]} over depth"
-        return draw.curves(name, title, lines, x="layer", y=y, alt=alt, log=log)
+        return draw.line_plot(name, title, lines, x="layer", y=y, alt=alt, log=log)
 
     rates = torch.stack([layer.escalation for layer in analysis.layers])
     above = int((rates.double().mean(1) > 1).sum())
-    escalation = draw.curves(
+    escalation = draw.line_plot(
         "escalation",
         "Escalation rate of every layer: above one, it makes tokens more similar",
         [_band("escalation rate", rates, start=1)],
@@ -73,22 +71,20 @@ def _dominance_figures(analysis: Analysis) -> list[Figure]:
     rows = {}
     for place, layer in enumerate(analysis.layers, start=1):
         counts, cases = layer.dominance.counts(), layer.dominance.verdict.numel()
-        known = {VERDICT_LABELS[name]: counts[name] / cases for name in ("perron", "other")}
-        rows[str(place)] = known | {VERDICT_LABELS["undecided"]: 1 - sum(known.values())}
+        rows[str(place)] = {verdict: counts[verdict] / cases for verdict in ("perron", "other")}
     perron, total = analysis.verdicts()["perron"], sum(analysis.verdicts().values())
     weights = [layer.weight_eigenvalues.flatten() for layer in analysis.layers]
     every = torch.cat(weights).numpy()
     negative = 100 * float((every.real < 0).mean())
     return [
-        draw.shares(
+        draw.verdict_bars(
             "dominance",
             "Share of cases by verdict, layer by layer",
             rows,
             y="layer",
-            colours=VERDICT_COLOURS,
             alt=f"Bars per layer: the Perron eigenvalue dominates in {perron} of {total} cases.",
         ),
-        draw.plane(
+        draw.complex_plane(
             "weight-plane",
             "Eigenvalues of the heads' weights over the regions where they smooth (orange) or do not (blue)",
             {"λ of H": every},
@@ -123,7 +119,7 @@ def _smoothing_region(analysis: Analysis, weights: np.ndarray) -> Region:
         for spectrum in layer.attention_eigenvalues.flatten(0, 1)
         if spectrum.isfinite().all()
     ]
-    spectra = spectra[:: max(1, -(-len(spectra) // MOST_SPECTRA))]
+    spectra = spectra[:: max(1, -(-len(spectra) // MAX_SPECTRA))]
     smooths = torch.zeros(GRID_POINTS, GRID_POINTS, dtype=torch.float64)
     for update, spectrum in spectra:
         others = torch.ones(GRID_POINTS, GRID_POINTS, dtype=torch.float64) * -math.inf
@@ -148,7 +144,7 @@ def _attention_figures(analysis: Analysis) -> list[Figure]:
     spectra = torch.cat([layer.attention_eigenvalues.flatten(0, 1)[:, 1:].flatten() for layer in analysis.layers])
     second = 1 - torch.cat([layer.gap.flatten() for layer in analysis.layers])
     middle = float(second.nanmedian())
-    plane = draw.plane(
+    plane = draw.complex_plane(
         "attention-plane",
         "Eigenvalues of the attention matrices, all layers and heads, the Perron ones left out",
         {"λ of A": spectra.numpy()},

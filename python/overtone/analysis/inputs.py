@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone.analysis.observe import Site
+from overtone.analysis.sites import Site
 
 # Masks of torch.nn that belong to the sequence, not to its samples.
 SHARED_MASKS = ("mask", "src_mask", "tgt_mask", "memory_mask", "attn_mask")

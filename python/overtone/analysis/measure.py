@@ -1,16 +1,18 @@
-"""What is measured of one layer, batch by batch: numbers per image and head are kept, tensors are not."""
+"""What is measured of one layer, batch by batch: numbers per sample and head are kept, tensors of tokens are not."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from overtone import linalg
-from overtone.analysis.observe import Site
 from overtone.analysis.readers import Weights
+from overtone.analysis.sites import Site
 from overtone.analysis.update import Update, applied_dominance, update_of
 from overtone.ops.dominance import eigenvalues
 from overtone.ops.frequency import frequency_norms
@@ -19,7 +21,7 @@ from overtone.reference import metrics
 from overtone.reference.dominance import Dominance, head_weights
 from overtone.reference.enclosures import Eigenvalues
 
-# Names of the metrics of tokens, as tables and figures show them.
+# The fields of TokenMetrics, as tables and figures name them.
 METRICS = {
     "ratio": "‖HFC‖/‖LFC‖",
     "cosine": "cosine similarity",
@@ -31,48 +33,105 @@ METRICS = {
 
 
 @dataclass(frozen=True)
+class TokenMetrics:
+    """Metrics of tokens [..., N, C], a number per leading index. `metrics["ratio"]` is `metrics.ratio`."""
+
+    ratio: Tensor
+    cosine: Tensor
+    effective_rank: Tensor
+    stable_rank: Tensor
+    similarity: Tensor
+    diversity: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> TokenMetrics:
+        """Measured where the tokens are, kept on the CPU."""
+        norms = frequency_norms(x)
+        return cls(
+            ratio=norms.ratio.cpu(),
+            cosine=cosine_similarity(x).cpu(),
+            effective_rank=effective_rank(x).cpu(),
+            stable_rank=stable_rank(x).cpu(),
+            similarity=metrics.similarity_of_norms(norms).cpu(),
+            diversity=metrics.diversity_of_norms(norms).cpu(),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[TokenMetrics]) -> TokenMetrics:
+        """Those of several batches."""
+        return cls(**{each.name: torch.cat([part[each.name] for part in parts]) for each in fields(cls)})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name)
+
+
+class AttentionSpectrum(NamedTuple):
+    """What the eigenvalues of A [B, H, N, N] say; tensors on the CPU."""
+
+    gap: Tensor  #: [B, H]
+    dominance: Dominance  #: [B, H]
+    mean_dominance: Dominance  #: [B]
+    eigenvalues: Tensor  #: [b, H, N], of the first b samples
+
+    @classmethod
+    def concat(cls, parts: Sequence[AttentionSpectrum]) -> AttentionSpectrum:
+        """Those of several batches."""
+        gaps, cases, means, values = zip(*parts, strict=True)
+        dominance, mean_dominance = (
+            Dominance(*(torch.cat(same) for same in zip(*each, strict=True))) for each in (cases, means)
+        )
+        return cls(torch.cat(gaps), dominance, mean_dominance, torch.cat(values))
+
+
+@dataclass(frozen=True)
 class Layer:
-    """The measurements of one attention layer; B images, H heads, k the heads' width, all tensors on the CPU."""
+    """The measurements of one attention layer; B samples, H heads, k the heads' width, all tensors on the CPU."""
 
     name: str
     reader: str
     tokens: int  #: N
     is_causal: bool
-    before: dict[str, Tensor]  #: METRICS of the tokens that enter the block, [B] each
-    after: dict[str, Tensor]  #: and of those that leave it
-    heads: dict[str, Tensor]  #: METRICS of the heads' outputs A V, [B, H] each
+    before: TokenMetrics  #: of the tokens that enter the block, [B] each
+    after: TokenMetrics  #: of the tokens that leave it, [B] each
+    heads: TokenMetrics  #: of the heads' outputs A V, [B, H] each
     gap: Tensor  #: 1 − |λ₂(A)|, [B, H]
-    dominance: Dominance  #: of what the layer applies (`update`), a case per image and head, [B, H]
-    mean_dominance: Dominance  #: of the heads' mean A and the whole H, [B]
+    dominance: Dominance  #: of what the layer applies (`update`), a case per sample and head, [B, H]
+    mean_dominance: Dominance  #: of the heads' mean A and the layer's whole H, [B]
     weight_eigenvalues: Tensor  #: of every head's W_proj W_V, [H, k]
-    whole_eigenvalues: Tensor  #: of the layer's H, [d]
-    attention_eigenvalues: Tensor  #: of the first images' A, the Perron one first, [b, H, N]
+    layer_eigenvalues: Tensor  #: of the layer's H, [d]
+    attention_eigenvalues: Tensor  #: of the first samples' A, the Perron one first, [b, H, N]
     update: Update = Update()  #: the method that the verdicts are on, and what they leave out
 
     @property
     def escalation(self) -> Tensor:
         """t_div before over t_div after the block, [B]: above one where the block made tokens more similar."""
-        return self.before["diversity"] / self.after["diversity"]
+        return self.before.diversity / self.after.diversity
 
 
-class Meter:
-    """Collects a `Layer` from what an Observer hears."""
+@dataclass
+class LayerRecorder:
+    """Callbacks (see observe.py) that make a `Layer` of what they are given."""
 
-    def __init__(self, site: Site, head_spectrum: Eigenvalues, whole_spectrum: Eigenvalues, spectra: int) -> None:
-        self.site = site
-        self.head_spectrum, self.whole_spectrum = head_spectrum, whole_spectrum
-        self.spectra = spectra  # images whose eigenvalues of A are kept
-        self.kept = 0
-        self.is_causal = True
-        self.tokens = 0
-        self.update = update_of(site)
-        self.numbers: dict[str, list[Tensor]] = defaultdict(list)
+    site: Site
+    head_spectrum: Eigenvalues
+    layer_spectrum: Eigenvalues
+    max_spectra: int  #: of so many samples all eigenvalues of A are kept
+    inputs: list[TokenMetrics] = field(default_factory=list)
+    outputs: list[TokenMetrics] = field(default_factory=list)
+    heads: list[TokenMetrics] = field(default_factory=list)
+    attention: list[AttentionSpectrum] = field(default_factory=list)
+    tokens: int = 0
+    is_causal: bool = True
+    update: Update = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.update = update_of(self.site)
 
     def on_input(self, tokens: Tensor) -> None:
-        self._add("before", token_metrics(tokens))
+        self.inputs.append(TokenMetrics.of(tokens))
 
     def on_output(self, tokens: Tensor) -> None:
-        self._add("after", token_metrics(tokens))
+        self.outputs.append(TokenMetrics.of(tokens))
 
     def on_attention(self, attention: Tensor, heads: Tensor) -> None:
         self.tokens = attention.shape[-1]
@@ -80,77 +139,70 @@ class Meter:
         self.is_causal &= is_causal
         if not (self.update.is_plain or attention.amax((0, 1)).all()):  # the same zeros everywhere: a mask
             self.update = self.update.without_methods()
-        self._add("heads", token_metrics(heads))
-        self._judge("dominance", attention, self.head_spectrum, is_causal)
-        self._judge("mean", attention.mean(1), self.whole_spectrum, is_causal)
-        values = attention_eigenvalues(attention, is_causal)
-        # One token has no second eigenvalue, and nothing slows its convergence.
-        second = values[..., 1:].abs().amax(-1) if self.tokens > 1 else torch.zeros(values.shape[:-1])
-        self._add("gap", {"": 1 - second})
-        self._add("attention", {"": values[: max(0, self.spectra - self.kept)]})
-        self.kept += len(values)
+        self.heads.append(TokenMetrics.of(heads))
+        kept = sum(len(part.eigenvalues) for part in self.attention)
+        values, gap = attention_spectrum(attention, self.max_spectra - kept, is_causal)
+        dominance = self._verdicts(attention, self.head_spectrum, is_causal)
+        mean_dominance = self._verdicts(attention.mean(1), self.layer_spectrum, is_causal)
+        self.attention.append(AttentionSpectrum(gap.cpu(), dominance, mean_dominance, values.cpu()))
 
     def layer(self) -> Layer:
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, parts in self.numbers.items():
-            group, _, metric = name.partition("/")
-            found[group][metric] = torch.cat(parts)
+        attention = AttentionSpectrum.concat(self.attention)
         return Layer(
             name=self.site.name,
             reader=self.site.reader.name,
             tokens=self.tokens,
             is_causal=self.is_causal,
-            before=found["before"],
-            after=found["after"],
-            heads=found["heads"],
-            gap=found["gap"][""],
-            dominance=Dominance(**found["dominance"]),
-            mean_dominance=Dominance(**found["mean"]),
+            before=TokenMetrics.concat(self.inputs),
+            after=TokenMetrics.concat(self.outputs),
+            heads=TokenMetrics.concat(self.heads),
+            gap=attention.gap,
+            dominance=attention.dominance,
+            mean_dominance=attention.mean_dominance,
             weight_eigenvalues=self.head_spectrum.values.cpu(),
-            whole_eigenvalues=self.whole_spectrum.values.cpu(),
-            attention_eigenvalues=found["attention"][""],
+            layer_eigenvalues=self.layer_spectrum.values.cpu(),
+            attention_eigenvalues=attention.eigenvalues,
             update=self.update,
         )
 
-    def _judge(self, group: str, attention: Tensor, spectrum: Eigenvalues, is_causal: bool) -> None:
-        self._add(group, applied_dominance(attention, spectrum, self.update, is_causal=is_causal)._asdict())
-
-    def _add(self, group: str, numbers: dict[str, Tensor]) -> None:
-        for name, values in numbers.items():
-            self.numbers[f"{group}/{name}"].append(values.cpu())
+    def _verdicts(self, attention: Tensor, spectrum: Eigenvalues, is_causal: bool) -> Dominance:
+        case = applied_dominance(attention, spectrum, self.update, is_causal=is_causal)
+        return Dominance(*(each.cpu() for each in case))
 
 
-def token_metrics(x: Tensor) -> dict[str, Tensor]:
-    """METRICS of tokens [..., N, C], one number per sample."""
-    norms = frequency_norms(x)
-    return {
-        "ratio": norms.ratio,
-        "cosine": cosine_similarity(x),
-        "effective_rank": effective_rank(x),
-        "stable_rank": stable_rank(x),
-        "similarity": metrics.similarity_of_norms(norms),
-        "diversity": metrics.diversity_of_norms(norms),
-    }
+def attention_spectrum(attention: Tensor, count: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """All eigenvalues of the first `count` samples' A, complex64, the Perron one first, and 1 − |λ₂| of every A.
 
-
-def attention_eigenvalues(attention: Tensor, is_causal: bool = False) -> Tensor:
-    """All eigenvalues of A [..., N, N], complex64, the Perron one first; nan for a matrix that was not solved."""
-    attention = attention.float()
+    A: [B, H, N, N]. Both are nan for a matrix that was not solved.
+    """
     if is_causal:
-        return attention.diagonal(dim1=-2, dim2=-1).to(torch.complex64)  # the first row attends to itself: 1
+        # Their diagonal; the first row attends to itself, so the Perron one is the first.
+        values = attention.float().diagonal(dim1=-2, dim2=-1).to(torch.complex64)
+        return values[: max(0, count)], 1 - _second_modulus(values)
+    attention = attention.float()
     # Attention computed in half precision sums to one only to its own rounding.
     attention = attention / attention.sum(-1, keepdim=True)
-    return linalg.eigvals_ex(attention, row_stochastic=True).eigenvalues
+    first, rest = attention[: max(0, count)], attention[max(0, count) :]
+    values = linalg.eigvals_ex(first, row_stochastic=True).eigenvalues
+    second = linalg.extremal_eigvals_ex(rest).second.abs()
+    return values, 1 - torch.cat([_second_modulus(values), second])
+
+
+def _second_modulus(values: Tensor) -> Tensor:
+    """|λ₂| from all eigenvalues, the Perron one first; of one token 0: it has no second, and nothing to converge."""
+    others = values[..., 1:].abs()
+    return others.amax(-1) if others.shape[-1] else others.sum(-1)
 
 
 def weight_spectra(weights: list[Weights]) -> list[tuple[Eigenvalues, Eigenvalues]]:
     """The eigenvalues of every layer's heads [H, k] and of its whole H [d]; equal shapes are solved together."""
-    heads = _solved_together([head_weights(w.w_v.double(), w.w_proj.double(), w.num_heads).float() for w in weights])
-    wholes = _solved_together([(w.w_v.double() @ w.w_proj.double()).float() for w in weights])
-    return list(zip(heads, wholes, strict=True))
+    heads = _batched_by_shape([head_weights(w.w_v.double(), w.w_proj.double(), w.num_heads).float() for w in weights])
+    layers = _batched_by_shape([(w.w_v.double() @ w.w_proj.double()).float() for w in weights])
+    return list(zip(heads, layers, strict=True))
 
 
-def _solved_together(matrices: list[Tensor]) -> list[Eigenvalues]:
+def _batched_by_shape(matrices: list[Tensor]) -> list[Eigenvalues]:
+    """The eigenvalues of each, equal shapes solved as one batch."""
     places: dict[torch.Size, list[int]] = defaultdict(list)
     for place, matrix in enumerate(matrices):
         places[matrix.shape].append(place)

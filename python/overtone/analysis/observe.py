@@ -1,27 +1,28 @@
 """Watches a model run: the attention matrices, the heads' outputs and the tokens of every layer, as they are computed.
 
 Attention is caught where PyTorch computes it, inside a module that a reader knows: in scaled_dot_product_attention
-(from its queries, keys and mask), in a softmax over [B, H, N, N], or in multi_head_attention_forward. So normalised
+(from its queries, keys and mask), in a softmax over [B, H, N, N], or in multi_head_attention_forward. So normalized
 queries, rotary positions, biases and masks are all in it. Whether it is self-attention is known by what queries and
 keys were computed from, which is followed from the module's arguments on; cross attention may have as many keys as
-queries. Nothing is kept: a layer's tensors go to its `Listener`.
+queries. Nothing is kept: a layer's tensors go to its `Callbacks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overtone import reference
-from overtone.analysis.readers import Reader, Weights, own_attention, reader_of
+from overtone.analysis.readers import own_attention
+from overtone.analysis.sites import Site, UnsupportedAttention
 
 SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum, torch.baddbmm)
@@ -31,12 +32,8 @@ Origins: TypeAlias = frozenset[int]
 NOWHERE: Origins = frozenset()
 
 
-class Unreadable(Exception):
-    """Why a module's attention cannot be analysed."""
-
-
-class Listener(Protocol):
-    """Takes what one layer computes for a batch."""
+class Callbacks(Protocol):
+    """What one layer computes for a batch goes here."""
 
     def on_input(self, tokens: Tensor) -> None:
         """The tokens [B, N, C] that enter the layer's block."""
@@ -48,63 +45,6 @@ class Listener(Protocol):
         """The tokens that leave the block."""
 
 
-@dataclass
-class Site:
-    """An attention module of a model, and the block whose tokens belong to it."""
-
-    name: str
-    module: Any  # an nn.Module whose attributes the reader knows
-    reader: Reader
-    block: nn.Module
-
-    def weights(self) -> Weights:
-        w_v, w_proj, num_heads = self.reader.weights(self.module)
-        if w_v.shape[1] != w_proj.shape[0] or w_v.shape[0] != w_proj.shape[1] or w_v.shape[1] % num_heads:
-            raise Unreadable(
-                f"W_V {list(w_v.shape)} and W_proj {list(w_proj.shape)} with {num_heads} heads do not make a square "
-                "weight (grouped or multi-query attention?)"
-            )
-        return Weights(w_v.detach(), w_proj.detach(), num_heads)
-
-
-def find_sites(model: nn.Module) -> tuple[list[Site], dict[str, str]]:
-    """The attention modules that have a reader, in order, and what looks like attention but has none."""
-    modules = dict(model.named_modules())
-    sites: list[Site] = []
-    for name, module in modules.items():
-        reader = reader_of(module)
-        if reader is not None and not any(_is_inside(name, site.name) for site in sites):
-            sites.append(Site(name, module, reader, _block_of(name, modules)))
-    unread = {
-        name: f"no reader for {type(module).__name__}; see overtone.analysis.readers"
-        for name, module in modules.items()
-        if "attention" in type(module).__name__.lower()
-        and not any(_is_inside(name, site.name) or _is_inside(site.name, name) for site in sites)
-    }
-    # The outermost of nested modules is enough.
-    return sites, {name: why for name, why in unread.items() if not any(_is_within(name, other) for other in unread)}
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name == outer or _is_within(name, outer)
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return name != outer and (outer == "" or name.startswith(f"{outer}."))
-
-
-def _block_of(name: str, modules: dict[str, nn.Module]) -> nn.Module:
-    """The nearest ancestor that is an element of a list of blocks, else the parent, else the module itself."""
-    ancestor, _, _ = name.rpartition(".")
-    while ancestor:
-        parent, _, _ = ancestor.rpartition(".")
-        if isinstance(modules[parent], nn.ModuleList | nn.Sequential):
-            return modules[ancestor]
-        ancestor = parent
-    parent, _, _ = name.rpartition(".")
-    return modules[parent] if parent else modules[name]
-
-
 class _Attention(NamedTuple):
     """An attention matrix, and what its queries and keys come from."""
 
@@ -113,7 +53,7 @@ class _Attention(NamedTuple):
     key: Origins
 
 
-class _Seen:
+class _Capture:
     """What one run of an attention module has shown so far."""
 
     def __init__(self, arguments: Any) -> None:
@@ -171,27 +111,27 @@ class Observer(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[_Seen] = []
+        self.running: list[_Capture] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.running:
             return func(*args, **kwargs)
-        seen = self.running[-1]
+        capture = self.running[-1]
         if func is F.multi_head_attention_forward:
-            return self._multi_head(seen, *args, **kwargs)
+            return self._multi_head(capture, *args, **kwargs)
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             matrix, query, key = _attention_of(*args, **kwargs)
-            seen.attention.append(_Attention(matrix, seen.origins(query), seen.origins(key)))
+            capture.attention.append(_Attention(matrix, capture.origins(query), capture.origins(key)))
         elif func in SOFTMAXES and result.dim() == 4:
-            seen.attention.append(_Attention(result, *seen.sides(args, kwargs)))
-        seen.follow(func, (*args, *kwargs.values()), result)
+            capture.attention.append(_Attention(result, *capture.sides(args, kwargs)))
+        capture.follow(func, (*args, *kwargs.values()), result)
         return result
 
     def _multi_head(
         self,
-        seen: _Seen,
+        capture: _Capture,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -205,8 +145,8 @@ class Observer(TorchFunctionMode):
         output, weights = F.multi_head_attention_forward(query, key, value, *args, **kwargs)
         assert weights is not None  # as asked for
         matrix = weights if query.dim() == 3 else weights[None]
-        seen.attention.append(_Attention(matrix, seen.origins(query), seen.origins(key)))
-        seen.values = value.transpose(0, 1) if value.dim() == 3 else value[None]
+        capture.attention.append(_Attention(matrix, capture.origins(query), capture.origins(key)))
+        capture.values = value.transpose(0, 1) if value.dim() == 3 else value[None]
         if not need_weights:
             return output, None
         return output, weights.mean(-3) if average_attn_weights else weights
@@ -229,66 +169,75 @@ def _attention_of(
 
 
 @contextmanager
-def observed(sites: list[Site], listeners: list[Listener], unread: dict[str, str]) -> Iterator[None]:
-    """While it is open, what the model computes goes to the listeners; a site that cannot be read goes to `unread`."""
+def observed(sites: Sequence[Site], callbacks: Sequence[Callbacks], skipped: dict[str, str]) -> Iterator[None]:
+    """Inside, what the model computes at each site goes to its callbacks; `skipped` gets why a site cannot be read."""
     with ExitStack() as stack:
         observer = stack.enter_context(Observer())
-        for site, listener in zip(sites, listeners, strict=True):
-            for handle in _hooks(site, listener, observer, unread):
+        for site, own in zip(sites, callbacks, strict=True):
+            for handle in _Hooks(site, own, observer, skipped).register():
                 stack.callback(handle.remove)
         yield
 
 
-def _hooks(site: Site, listener: Listener, observer: Observer, unread: dict[str, str]) -> list[Any]:
-    entered: list[Tensor | None] = []  # the tokens of the blocks that are running
-    matrices: list[Tensor] = []  # the attention of the block that is running
+class _Hooks:
+    """The forward hooks of one site: they hand its tokens and its attention to its callbacks."""
 
-    def enter_block(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __init__(self, site: Site, callbacks: Callbacks, observer: Observer, skipped: dict[str, str]) -> None:
+        self.site, self.callbacks, self.observer, self.skipped = site, callbacks, observer, skipped
+        self.entered: list[Tensor | None] = []  # the tokens of the blocks that are running
+        self.attention: Tensor | None = None  # of the block that is running
+
+    def register(self) -> list[RemovableHandle]:
+        module, block = self.site.module, self.site.block
+        handles = [
+            block.register_forward_pre_hook(self.enter_block, with_kwargs=True),
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, with_kwargs=True),
+            block.register_forward_hook(self.leave_block, with_kwargs=True),
+        ]
+        projection = self.site.reader.projection(module)
+        if projection is not None:
+            handles.append(projection.register_forward_pre_hook(self.project))
+        return handles
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.site.name in self.skipped
+
+    def enter_block(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         # A copy: how its dimensions are meant is known when attention was seen, and the block may write into it.
-        tokens = _first_tokens(site, (*args, *kwargs.values()))
-        entered.append(tokens if tokens is None or site.name in unread else tokens.clone())
+        tokens = _first_tokens(self.site, (*args, *kwargs.values()))
+        self.entered.append(tokens if tokens is None or self.is_skipped else tokens.clone())
 
-    def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        observer.running.append(_Seen((*args, *kwargs.values())))
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.observer.running.append(_Capture((*args, *kwargs.values())))
 
-    def project(module: nn.Module, args: tuple) -> None:
-        if observer.running:
-            observer.running[-1].heads = args[0]
+    def project(self, module: nn.Module, args: tuple) -> None:
+        if self.observer.running:
+            self.observer.running[-1].heads = args[0]
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        seen = observer.running.pop()
-        if site.name in unread:
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        capture = self.observer.running.pop()
+        if self.is_skipped:
             return
         try:
-            attention, heads = _matrices(site, seen, (*args, *kwargs.values()), kwargs)
-        except Unreadable as error:
-            unread[site.name] = str(error)
+            self.attention, heads = _matrices(self.site, capture, (*args, *kwargs.values()), kwargs)
+        except UnsupportedAttention as error:
+            self.skipped[self.site.name] = str(error)
             return
-        matrices[:] = [attention]
-        listener.on_attention(attention, heads)
+        self.callbacks.on_attention(self.attention, heads)
 
-    def leave_block(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        before = entered.pop()
-        if site.name in unread or not matrices:
+    def leave_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        before, attention = self.entered.pop(), self.attention
+        if self.is_skipped or attention is None:
             return
-        after = _first_tokens(site, output if isinstance(output, tuple | list) else (output,))
+        after = _first_tokens(self.site, output if isinstance(output, tuple | list) else (output,))
         if before is None or after is None:
-            unread[site.name] = "its block has no tokens [B, N, C] among its arguments or results"
+            self.skipped[self.site.name] = "its block has no tokens [B, N, C] among its arguments or results"
             return
-        attention = matrices.pop()
-        listener.on_input(_samples_first(site, before, attention))
-        listener.on_output(_samples_first(site, after, attention))
-
-    handles = [
-        site.block.register_forward_pre_hook(enter_block, with_kwargs=True),
-        site.module.register_forward_pre_hook(enter, with_kwargs=True),
-        site.module.register_forward_hook(leave, with_kwargs=True),
-        site.block.register_forward_hook(leave_block, with_kwargs=True),
-    ]
-    projection = site.reader.projection(site.module)
-    if projection is not None:
-        handles.append(projection.register_forward_pre_hook(project))
-    return handles
+        self.attention = None
+        self.callbacks.on_input(_samples_first(self.site, before, attention))
+        self.callbacks.on_output(_samples_first(self.site, after, attention))
 
 
 def _first_tokens(site: Site, values: Any) -> Tensor | None:
@@ -312,36 +261,38 @@ def _samples_first(site: Site, tokens: Tensor, attention: Tensor) -> Tensor:
     return tokens.transpose(0, 1) if turns else tokens
 
 
-def _matrices(site: Site, seen: _Seen, values: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+def _matrices(site: Site, capture: _Capture, values: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     """Attention and the heads' outputs."""
     tokens = _first_tokens(site, values)
     if tokens is None:
-        raise Unreadable("it has no tokens [B, N, C] among its arguments")
+        raise UnsupportedAttention("it has no tokens [B, N, C] among its arguments")
     own = own_attention(site.module)
     if own is not None:
         attention = own.attention_weights(tokens, **_masks(site, kwargs))
     else:
-        attention = _self_attention(seen, tokens)
+        attention = _self_attention(capture, tokens)
     num_heads = site.weights().num_heads
     if attention.shape[1] != num_heads:
-        raise Unreadable(f"attention of {attention.shape[1]} heads, its weights have {num_heads}")
-    if seen.heads is not None:
-        return attention, seen.heads.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    return attention, _heads(site, attention, tokens if seen.values is None else seen.values)
+        raise UnsupportedAttention(f"attention of {attention.shape[1]} heads, its weights have {num_heads}")
+    if capture.heads is not None:
+        return attention, capture.heads.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return attention, _heads(site, attention, tokens if capture.values is None else capture.values)
 
 
-def _self_attention(seen: _Seen, tokens: Tensor) -> Tensor:
+def _self_attention(capture: _Capture, tokens: Tensor) -> Tensor:
     """The one attention matrix [B, H, N, N] that was seen, if its queries and keys are made of the module's tokens."""
-    if len(seen.attention) != 1:
-        raise Unreadable(
-            f"{len(seen.attention)} calls of scaled_dot_product_attention or softmax were seen in it, wanted 1"
+    if len(capture.attention) != 1:
+        raise UnsupportedAttention(
+            f"{len(capture.attention)} calls of scaled_dot_product_attention or softmax were seen in it, wanted 1"
         )
-    matrix, query, key = seen.attention[0]
+    matrix, query, key = capture.attention[0]
     if matrix.dim() != 4 or matrix.shape[-1] != matrix.shape[-2]:
-        raise Unreadable(f"attention of shape {list(matrix.shape)}, wanted [B, H, N, N]: self-attention")
+        raise UnsupportedAttention(f"attention of shape {list(matrix.shape)}, wanted [B, H, N, N]: self-attention")
     for name, origins in (("queries", query), ("keys", key)):
-        if not seen.origins(tokens) & origins:
-            raise Unreadable(f"its {name} are not computed from its tokens, wanted self-attention: cross attention?")
+        if not capture.origins(tokens) & origins:
+            raise UnsupportedAttention(
+                f"its {name} are not computed from its tokens, wanted self-attention: cross attention?"
+            )
     return matrix
 
 

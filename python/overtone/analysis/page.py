@@ -18,7 +18,7 @@ equal. Lines are means over samples, bands hold 80 % of them."""
 WHY = """\
 If a layer's attention A and weight H were repeated for ever, tokens would be a sum of terms (1 + λᴴλᴬ)ᴸ. If the
 largest belongs to A's Perron eigenvalue, 1, whose eigenvector is the same for all tokens, they become equal; if it
-belongs to another eigenvalue, they do not. With centred attention equal tokens pass unchanged, with de-escalation they
+belongs to another eigenvalue, they do not. With centered attention equal tokens pass unchanged, with de-escalation they
 are multiplied by 1 − τ: the verdict is on that. It is a prediction from A and H; what else acts between the tokens is
 not in it, and the figures above show what was measured. A case is one sample, layer and head. Every verdict has a
 certificate: its margin is larger than the bound on the margin's error."""
@@ -45,8 +45,8 @@ def page(analysis: Analysis, figures: list[Figure]) -> Page:
     layers = analysis.layers
     return Page(
         title=f"Does {analysis.name} oversmooth?",
-        lead=f"{analysis.subject} {measured(analysis)} {predicted(analysis)}",
-        facts=[
+        summary=f"{analysis.subject} {measured(analysis)} {predicted(analysis)}",
+        key_figures=[
             (
                 f"{ratio[0]:.3g} → {ratio[-1]:.3g}",
                 "measured: ‖HFC‖/‖LFC‖ of the tokens, before the first to after the last layer",
@@ -80,7 +80,7 @@ def sections(analysis: Analysis, figures: list[Figure]) -> list[Section]:
         ),
         Section("Attention's own eigenvalues", [ATTENTION], pick("attention-plane", "gap")),
         Section("Head by head", [HEADS], pick("margin", "head-ratio", "head-rank")),
-        Section("All numbers", tables=[tables["layers"], tables["heads"]], folded=True),
+        Section("All numbers", tables=[tables["layers"], tables["heads"]], collapsed=True),
         Section("How it was measured", _method(analysis)),
     ]
 
@@ -94,5 +94,5 @@ def _method(analysis: Analysis) -> list[str]:
         f"it was computed.{causal} H is W_V W_proj, per head its non-zero part W_proj W_V; LayerNorm's weights are not "
         "in it. Layers and heads are counted from 1.",
         CERTIFICATES,
-        *(f"Not read: {name}: {why}." for name, why in analysis.unread.items()),
+        *(f"Not read: {name}: {why}." for name, why in analysis.skipped.items()),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +28,23 @@ class Analysis:
     name: str
     samples: int
     layers: list[Layer]
-    unread: dict[str, str]  #: modules that look like attention but could not be read, and why
+    skipped: dict[str, str]  #: modules that look like attention but could not be read, and why
     subject: str = ""  #: a sentence: which weights, which inputs
     unit: str = "samples"  #: what `samples` counts: "images", or "samples" of anything else
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Deprecated: `skipped`."""
+        warnings.warn("Analysis.unread is deprecated, use Analysis.skipped", DeprecationWarning, stacklevel=2)
+        return self.skipped
 
     def __str__(self) -> str:
         words = [self.subject, measured(self), predicted(self)]
         tables = [self.layer_table().text(), self.dominance_table().text()]
-        return "\n\n".join(["\n".join(words), *tables, *self._unread_lines()])
+        return "\n\n".join(["\n".join(words), *tables, *self._skipped_lines()])
 
-    def _unread_lines(self) -> list[str]:
-        return [f"not read: {name}: {why}" for name, why in self.unread.items()]
+    def _skipped_lines(self) -> list[str]:
+        return [f"not read: {name}: {why}" for name, why in self.skipped.items()]
 
     def curve(self, metric: str) -> Tensor:
         """A metric (see METRICS) over depth, [L + 1, B]: before the first block, then after each."""

@@ -1,7 +1,7 @@
 """What a layer does to its tokens beside X + A X H, and the verdict on the operator that it really applies.
 
 Two methods change what happens to equal tokens and nothing else, so that the eigenvalues of A and H still decide:
-- centred attention, A − Π, has A's eigenvalues but for the Perron one, which becomes 0: equal tokens pass unchanged;
+- centered attention, A − Π, has A's eigenvalues but for the Perron one, which becomes 0: equal tokens pass unchanged;
 - de-escalation, (I − τΠ) after the update, multiplies equal tokens by 1 − τ.
 Everything else in a block is named, and the verdict is that of attention and weights alone.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone.analysis.observe import Site
 from overtone.analysis.readers import own_attention
+from overtone.analysis.sites import Site
 from overtone.ops.dominance import dominance, eigenvalues
 from overtone.reference.dominance import Dominance, Eigenvalues, Verdict
 
@@ -28,20 +28,20 @@ class Update:
     """What the eigenvalues are judged with, and what acts beside them."""
 
     gain: float = 1.0  #: of equal tokens, after the update: 1 − τ of de-escalation
-    is_centred: bool = False
+    is_centered: bool = False
     beside: dict[str, None] = field(default_factory=dict)  #: what no eigenvalue knows, in order, as people call it
 
     @property
     def is_plain(self) -> bool:
-        return self.gain == 1 and not self.is_centred
+        return self.gain == 1 and not self.is_centered
 
     def of_equal_tokens(self, plain: Any) -> Any:
         """By how much equal tokens grow, where X + A X H alone makes them grow by `plain`, |1 + λ^H|."""
-        return abs(self.gain) * (torch.ones_like(plain) if self.is_centred else plain)
+        return abs(self.gain) * (torch.ones_like(plain) if self.is_centered else plain)
 
     def without_methods(self) -> Update:
         """Where the mean over tokens is not one number (causal attention, masks), the methods' Π is another one."""
-        methods = ["centred attention"] * self.is_centred + ["de-escalation"] * (self.gain != 1)
+        methods = ["centered attention"] * self.is_centered + ["de-escalation"] * (self.gain != 1)
         return Update(beside=self.beside | dict.fromkeys(methods))
 
 
@@ -110,7 +110,7 @@ def _moved(case: Dominance, weight: Eigenvalues, update: Update) -> Dominance:
     """Equal tokens grow by another factor, known to the error of λ^H: margin and error are moved by that."""
     plain, plain_error = _of_equal_tokens(weight)
     changed = update.of_equal_tokens(plain)
-    share = 1.0 if update.is_centred else abs(1 - abs(update.gain))  # of `plain` that the margin loses
+    share = 1.0 if update.is_centered else abs(1 - abs(update.gain))  # of `plain` that the margin loses
     margin = case.margin + changed - plain
     error = case.error + share * plain_error + 8 * EPS * (plain + changed + 1)
     verdict = torch.full_like(case.verdict, Verdict.CLOSE)

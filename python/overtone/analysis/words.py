@@ -52,7 +52,7 @@ def predicted(analysis: Analysis) -> str:
 def _operator(analysis: Analysis) -> str:
     updates = [layer.update for layer in analysis.layers]
     gains = {update.gain for update in updates} - {1.0}
-    parts = ["centred attention" if any(update.is_centred for update in updates) else "attention", "weights"]
+    parts = ["centered attention" if any(update.is_centered for update in updates) else "attention", "weights"]
     if gains:
         parts.append(f"de-escalation (τ = {', '.join(f'{1 - gain:.3g}' for gain in sorted(gains))})")
     return _listed(parts)

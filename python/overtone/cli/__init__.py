@@ -1,4 +1,4 @@
-"""The command line: `overtone info | kernels | bench | train | predict | analyze | study`, a module each."""
+"""The command line: `overtone info | kernels | bench | train | predict | analyze | study`, one module per command."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from overtone import __version__
 from overtone.backends import BackendError
 
 COMMANDS = ("info", "kernels", "bench", "train", "predict", "analyze", "study")
 
+Number = TypeVar("Number", int, float)
+
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments, instead of the usage and then the line."""
+    """Reports a mistake in the arguments in one line, without the usage before it."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -38,18 +41,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BackendError as error:
-        print(f"overtone {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        return fail(arguments.command, str(error))
     except BrokenPipeError:
         _discard_output()  # the reader (head, less) has gone
         return 0
     except OSError as error:
         _discard_output()
         place = f"{error.filename}: " if error.filename else ""
-        print(f"overtone {arguments.command}: {place}{error.strerror or error}", file=sys.stderr)
-        return 2
+        return fail(arguments.command, f"{place}{error.strerror or error}")
     except KeyboardInterrupt:
         return 130
+
+
+def fail(command: str, message: str, status: int = 2) -> int:
+    """Print why a command stops, in one line on stderr; returns its exit status."""
+    print(f"overtone {command}: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def positive(kind: type[Number]) -> Callable[[str], Number]:
+    """The type of an argument that is a number above zero: `type=positive(int)`."""
+
+    def parse(text: str) -> Number:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"got {text}, wanted a number above 0")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is not a number
+    return parse
 
 
 def _discard_output() -> None:

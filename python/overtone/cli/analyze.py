@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from overtone.cli import fail, positive
 
 DESCRIPTION = """\
 Runs a model on images (or words) and measures, layer by layer and head by head, how it smooths its tokens: the ratio
@@ -44,26 +45,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FOLDER",
         help="take images from there (default: a run's test images, else noise)",
     )
-    parser.add_argument("--samples", type=_positive, default=8, metavar="N", help="images or sequences (%(default)s)")
-    parser.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="samples at once (%(default)s)")
-    parser.add_argument(
-        "--tokens", type=_positive, metavar="N", help="length of sequences (default: 128, or the model's longest)"
-    )
+    count = {"type": positive(int), "metavar": "N"}
+    parser.add_argument("--samples", **count, default=8, help="images or sequences (%(default)s)")
+    parser.add_argument("--batch-size", **count, default=8, help="samples at once (%(default)s)")
+    parser.add_argument("--tokens", **count, help="length of sequences (default: 128, or the model's longest)")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and inputs (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the model runs, such as cuda (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reports/analyze"), help="folder of the report (%(default)s)")
     parser.add_argument("--no-report", action="store_true", help="print the tables, write nothing")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, wanted at least 1")
-    return value
-
-
-_positive.__name__ = "int"  # argparse names it in the error for a text that is no number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _analyze(arguments)
     except (SourceError, ImportError) as error:
-        return _fail(str(error))
+        return fail("analyze", str(error))
     return 0
 
 
@@ -150,8 +140,3 @@ def _require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise SourceError(f"--out: got {folder}, wanted a folder that can be written to: {error.strerror}") from error
-
-
-def _fail(message: str) -> int:
-    print(f"overtone analyze: {message}", file=sys.stderr)
-    return 2

@@ -1,4 +1,4 @@
-"""Figures, drawn by matplotlib once as SVG for a page, whose colours follow the reader's theme, and once as PNG.
+"""Figures, drawn by matplotlib once as SVG for a page, whose colors follow the reader's theme, and once as PNG.
 
 Every figure says in words what it shows (`alt`), for those who cannot see it.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-# Colours as PNG shows them, and the page's variables that take their place.
+# Colors as PNG shows them, and the page's variables that take their place.
 THEME = {
     "#1d2330": "ink",
     "#5c6475": "muted",
@@ -31,11 +31,18 @@ THEME = {
 }
 INK, MUTED, GRID, SMOOTH, SHARPEN, UNDECIDED, THIRD, FOURTH = THEME
 SERIES = (SHARPEN, SMOOTH, THIRD, FOURTH, UNDECIDED, INK)
+# What a color means in every figure.
+COLORS = {"free": THIRD, "smooth": SMOOTH, "sharpen": SHARPEN}
+VERDICTS = {
+    "perron": ("Perron: smooths", SMOOTH),
+    "other": ("other: does not", SHARPEN),
+    "undecided": ("undecided", UNDECIDED),
+}
 
 # Small enough that a phone shows the letters at their own size.
 SIZE = (4.6, 3.0)
 # More points than this are drawn as an image: a page of a hundred thousand circles is slow.
-MOST_VECTOR_POINTS = 1500
+MAX_VECTOR_POINTS = 1500
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Curve:
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    colour: str | None = None  # default: the next one of SERIES
+    color: str | None = None  # default: the next one of SERIES
     dashed: bool = False
 
 
@@ -71,7 +78,7 @@ class Region:
     label: str
 
 
-def curves(
+def line_plot(
     name: str,
     title: str,
     lines: Sequence[Curve],
@@ -85,11 +92,11 @@ def curves(
     """Curves with bands over whole numbers; log: on a logarithmic axis if they span a decade; mark: a dotted line."""
     with _style():
         canvas, axes = _canvas()
-        for line, next_colour in zip(lines, _colours(len(lines)), strict=True):
-            colour, dashes = line.colour or next_colour, "--" if line.dashed else "-"
-            axes.plot(line.x, line.y, dashes, color=colour, linewidth=2, label=line.label, marker="o", markersize=3)
+        for line, next_color in zip(lines, _colors(len(lines)), strict=True):
+            color, dashes = line.color or next_color, "--" if line.dashed else "-"
+            axes.plot(line.x, line.y, dashes, color=color, linewidth=2, label=line.label, marker="o", markersize=3)
             if line.low is not None and line.high is not None:
-                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+                axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, linewidth=0)
         values = [value for line in lines for value in line.y]
         if log and min(values) > 0 and max(values) >= 10 * min(values):
             _logarithmic(axes)
@@ -108,10 +115,10 @@ def log_log(name: str, title: str, lines: Sequence[Curve], *, x: str, y: str, al
         canvas, axes = _canvas()
         axes.set_xscale("log")
         axes.set_yscale("log")
-        for line, next_colour in zip(lines, _colours(len(lines)), strict=True):
+        for line, next_color in zip(lines, _colors(len(lines)), strict=True):
             marker = "" if line.dashed else "o"
             axes.plot(
-                line.x, line.y, "--" if line.dashed else "-", color=line.colour or next_colour, label=line.label,
+                line.x, line.y, "--" if line.dashed else "-", color=line.color or next_color, label=line.label,
                 marker=marker, markersize=3, linewidth=1.2 if line.dashed else 2,
             )  # fmt: skip
         places = sorted({value for line in lines for value in line.x})
@@ -127,8 +134,8 @@ def ratio_bars(name: str, title: str, ratios: Mapping[str, float], *, x: str, al
     with _style():
         canvas, axes = _canvas(height=0.8 + 0.16 * max(1, len(ratios)))
         values = list(ratios.values())
-        colours = [SMOOTH if value < 1 else SHARPEN for value in values]
-        axes.barh(range(len(values)), [value - 1 for value in values], left=1, color=colours, height=0.75)
+        colors = [SMOOTH if value < 1 else SHARPEN for value in values]
+        axes.barh(range(len(values)), [value - 1 for value in values], left=1, color=colors, height=0.75)
         axes.set_xscale("log")
         ticks = [tick for tick in (0.25, 0.5, 1, 2, 5, 10, 20, 50) if min([0.5, *values]) <= tick <= max([2, *values])]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -145,7 +152,7 @@ def ratio_bars(name: str, title: str, ratios: Mapping[str, float], *, x: str, al
 def heat_map(
     name: str, title: str, values: np.ndarray, *, x: str, y: str, bar: str, alt: str, diverging: bool = False
 ) -> Figure:
-    """A coloured cell per value [rows, columns], counted from 1; diverging: blue below zero, orange above it."""
+    """A colored cell per value [rows, columns], counted from 1; diverging: blue below zero, orange above it."""
     with _style():
         canvas, axes = _canvas(height=max(2.2, min(4.6, 0.9 + 0.2 * len(values))))
         limit = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
@@ -174,12 +181,12 @@ def histograms(
             counts, _ = np.histogram(values, bins=edges)
             heights = 0.9 * counts / max(1, counts.max())
             bottom = len(groups) - 1 - place
-            for colour, side in ((SHARPEN, middles < 0), (SMOOTH, middles >= 0)):
+            for color, side in ((SHARPEN, middles < 0), (SMOOTH, middles >= 0)):
                 axes.fill_between(
                     edges.repeat(2)[1:-1],
                     bottom,
                     bottom + np.where(side, heights, 0).repeat(2),
-                    color=colour,
+                    color=color,
                     alpha=0.75,
                     linewidth=0,
                 )
@@ -192,7 +199,7 @@ def histograms(
         return _finish(canvas, name, title, alt)
 
 
-def plane(
+def complex_plane(
     name: str,
     title: str,
     points: Mapping[str, np.ndarray],
@@ -215,12 +222,12 @@ def plane(
         if unit_circle:
             angle = np.linspace(0, 2 * np.pi, 181)
             axes.plot(np.cos(angle), np.sin(angle), color=MUTED, linewidth=1)
-        colours = _colours(len(points)) if len(points) > 1 else (INK,)
-        for (label, values), colour in zip(points.items(), colours, strict=True):
-            is_many = len(values) > MOST_VECTOR_POINTS
+        colors = _colors(len(points)) if len(points) > 1 else (INK,)
+        for (label, values), color in zip(points.items(), colors, strict=True):
+            is_many = len(values) > MAX_VECTOR_POINTS
             axes.plot(
                 values.real, values.imag, linestyle="", marker=".", markersize=2.5, label=label, rasterized=is_many,
-                color=MUTED if is_many and colour == INK else colour, alpha=0.5 if is_many else 0.8,
+                color=MUTED if is_many and color == INK else color, alpha=0.5 if is_many else 0.8,
             )  # fmt: skip
         axes.set(xlabel=x, ylabel=y, aspect="equal")
         if region is not None:
@@ -230,17 +237,17 @@ def plane(
         return _finish(canvas, name, title, alt)
 
 
-def shares(
-    name: str, title: str, rows: Mapping[str, Mapping[str, float]], *, y: str, alt: str, colours: Mapping[str, str]
+def stacked_bars(
+    name: str, title: str, rows: Mapping[str, Mapping[str, float]], *, y: str, alt: str, colors: Mapping[str, str]
 ) -> Figure:
     """A bar per row, divided into categories; the numbers are fractions of the row."""
     with _style():
         canvas, axes = _canvas(height=max(1.8, min(6.0, 1.1 + 0.2 * len(rows))))
         left = np.zeros(len(rows))
-        for category, colour in colours.items():
+        for category, color in colors.items():
             values = np.array([100 * row.get(category, 0.0) for row in rows.values()])
             if values.any():
-                axes.barh(range(len(rows)), values, left=left, color=colour, label=category, height=0.8)
+                axes.barh(range(len(rows)), values, left=left, color=color, label=category, height=0.8)
             left += values
         axes.set(xlabel="% of cases", ylabel=y, xlim=(0, 100))
         axes.set_yticks(range(len(rows)), list(rows))
@@ -249,6 +256,16 @@ def shares(
         if left.any():
             _legend(canvas)
         return _finish(canvas, name, title, alt)
+
+
+def verdict_bars(name: str, title: str, rows: Mapping[str, Mapping[str, float]], *, y: str, alt: str) -> Figure:
+    """A bar per row of the shares of "perron" and "other" among the verdicts; the rest is undecided."""
+    shares = {
+        label: {VERDICTS[verdict][0]: share for verdict, share in known.items()}
+        | {VERDICTS["undecided"][0]: 1 - sum(known.values())}
+        for label, known in rows.items()
+    }
+    return stacked_bars(name, title, shares, y=y, alt=alt, colors=dict(VERDICTS.values()))
 
 
 def image_grid(
@@ -331,7 +348,7 @@ def _logarithmic(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _colours(count: int) -> tuple[str, ...]:
+def _colors(count: int) -> tuple[str, ...]:
     return tuple(SERIES[i % len(SERIES)] for i in range(count))
 
 
@@ -361,9 +378,9 @@ def _finish(canvas: Canvas, name: str, title: str, alt: str) -> Figure:
 
 
 def _themed(svg: str) -> str:
-    """The <svg> element alone, with the page's colours and without a fixed size."""
+    """The <svg> element alone, with the page's colors and without a fixed size."""
     svg = svg[svg.index("<svg") :]
-    for colour, variable in THEME.items():
-        svg = re.sub(colour, f"var(--{variable})", svg, flags=re.IGNORECASE)
+    for color, variable in THEME.items():
+        svg = re.sub(color, f"var(--{variable})", svg, flags=re.IGNORECASE)
     opening, rest = svg.split(">", 1)
     return re.sub(r' (width|height)="[^"]*"', "", opening) + ">" + rest

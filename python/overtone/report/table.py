@@ -1,4 +1,4 @@
-"""A table that can be printed, written as CSV and put on a page."""
+"""A table: text for a terminal, CSV for a program, rows for a page (page.html.j2)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 
@@ -61,18 +60,11 @@ class Table:
 
     def text(self) -> str:
         """Aligned columns for a terminal."""
-        cells = [list(self.columns), *([shown(cell) for cell in row] for row in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
         is_number = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, is_number, strict=True)
-            ).rstrip()
-            for row in cells
-        ]
-        lines.insert(1, "  ".join("─" * width for width in widths))
-        return "\n".join([self.caption, *lines, *([self.note] if self.note else [])])
+        rows = [list(self.columns), *([shown(cell) for cell in row] for row in self.rows)]
+        header, *lines = aligned(rows, is_number)
+        rule = "  ".join("─" * max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join([self.caption, header, rule, *lines, *([self.note] if self.note else [])])
 
     def csv(self) -> str:
         """Numbers with all their digits, a mean and its deviation in two columns; text cannot be a formula."""
@@ -84,19 +76,21 @@ class Table:
             writer.writerow([value for cell, means, name in cells for value in _csv_cells(cell, means, cell is name)])
         return text.getvalue()
 
-    def html(self) -> str:
-        is_text = [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
-        head = "".join(
-            f'<th scope="col"{" class=text" if text else ""}>{escape(column)}</th>'
-            for column, text in zip(self.columns, is_text, strict=True)
-        )
-        body = "\n".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.caption)}"><table>'
-            f"<caption><span>{escape(self.caption)}</span></caption><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
-            f"</div>{note}"
-        )
+    def has_text(self, column: int) -> bool:
+        """Whether text stands in the column, which is then aligned to the left on a page."""
+        return any(isinstance(row[column], str) for row in self.rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], to_the_right: Sequence[bool] | None = None) -> list[str]:
+    """A line per row, in columns that are as wide as their widest cell; every text table is printed by this."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = [str.rjust if right else str.ljust for right in to_the_right or [False] * len(widths)]
+    return [
+        "  ".join(put(cell, width) for put, cell, width in zip(justify, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def shown(cell: Cell) -> str:
@@ -125,17 +119,3 @@ def _csv_cells(cell: Any, has_mean: bool, is_header: bool) -> list[str | int | f
         return [cell]
     cell = "" if cell == NONE else cell
     return [cell, f"{cell} std" if is_header else ""]
-
-
-def _cells(row: Sequence[Cell]) -> str:
-    """The first cell names the row."""
-    first, *others = row
-    cells = "".join(f'<td class="{_kind(cell)}">{escape(shown(cell))}</td>' for cell in others)
-    return f'<th scope="row">{escape(shown(first))}</th>{cells}'
-
-
-def _kind(cell: Cell) -> str:
-    """The class of a cell; sentences may take several lines."""
-    if not isinstance(cell, str):
-        return "number"
-    return "text long" if len(cell) > 32 else "text"

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from overtone.analysis import METRICS
-from overtone.analysis.figures import VERDICT_COLOURS, VERDICT_LABELS
 from overtone.report import figures as draw
-from overtone.report.figures import Curve, Figure
+from overtone.report.figures import COLORS, Curve, Figure
 from overtone.study import papers
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
 from overtone.study.plan import FRACTIONS, REGIMES
 from overtone.study.results import Results, Spread, share_of
 from overtone.training import load_data
-
-COLOURS = {"free": draw.THIRD, "smooth": draw.SMOOTH, "sharpen": draw.SHARPEN}
 
 
 def all_figures(results: Results) -> dict[str, Figure]:
@@ -37,25 +34,19 @@ def all_figures(results: Results) -> dict[str, Figure]:
 
 def dominance(results: Results) -> Figure:
     base = results.untrained.vit_base
-    rows = {"ViT-B/16, random": _shares({v: share_of(base, v) for v in ("perron", "other")})}
+    rows = {"ViT-B/16, random": {verdict: share_of(base, verdict) / 100 for verdict in ("perron", "other")}}
     for regime, label in REGIMES.items():
         for state, word in (("init", "at first"), ("trained", "trained")):
-            shares = {v: results.share(regime, state, v).mean for v in ("perron", "other")}
-            rows[f"{label}, {word}"] = _shares(shares)
+            shares = {verdict: results.share(regime, state, verdict).mean / 100 for verdict in ("perron", "other")}
+            rows[f"{label}, {word}"] = shares
     free = results.share("free", "trained", "perron").mean
-    return draw.shares(
+    return draw.verdict_bars(
         "dominance",
         "Table 1 as a picture: who dominates, in which share of the cases",
         rows,
         y="",
-        colours=VERDICT_COLOURS,
         alt=f"Bars: the Perron eigenvalue dominates in {free:.3g} % of the trained ViT's cases.",
     )
-
-
-def _shares(percent: dict[str, float]) -> dict[str, float]:
-    shares = {VERDICT_LABELS[verdict]: value / 100 for verdict, value in percent.items()}
-    return shares | {VERDICT_LABELS["undecided"]: 1 - sum(shares.values())}
 
 
 def eigenvalues(results: Results) -> Figure:
@@ -77,8 +68,8 @@ def less_data(results: Results) -> Figure:
     lines = []
     for regime, label in REGIMES.items():
         spreads = [results.accuracy(regime, fraction) for fraction in FRACTIONS]
-        lines.append(_curve(label, [100 * fraction for fraction in FRACTIONS], spreads, COLOURS[regime]))
-    return draw.curves(
+        lines.append(_curve(label, [100 * fraction for fraction in FRACTIONS], spreads, COLORS[regime]))
+    return draw.line_plot(
         "less-data",
         "Test accuracy over the share of the training data; bands: ± one deviation of the seeds",
         lines,
@@ -93,10 +84,10 @@ def corruptions(results: Results) -> Figure:
     lines = []
     for regime, label in REGIMES.items():
         spreads = [results.corrupted(regime, severity) for severity in severities]
-        lines.append(_curve(label, severities, spreads, COLOURS[regime]))
+        lines.append(_curve(label, severities, spreads, COLORS[regime]))
         paper = [papers.CORRUPTED[regime][severity] for severity in severities]
-        lines.append(Curve(f"{label}, paper", severities, paper, colour=COLOURS[regime], dashed=True))
-    return draw.curves(
+        lines.append(Curve(f"{label}, paper", severities, paper, color=COLORS[regime], dashed=True))
+    return draw.line_plot(
         "corruptions",
         "Test accuracy over the severity of corruption; dashed: the paper's, on CIFAR-100",
         lines,
@@ -134,10 +125,10 @@ def over_depth(results: Results, metric: str) -> Figure:
         for state in ("trained", "init"):
             spreads = results.curve(regime, state, metric)
             name = label if state == "trained" else f"{label} at first"
-            lines.append(_curve(name, range(len(spreads)), spreads, COLOURS[regime], dashed=state == "init"))
+            lines.append(_curve(name, range(len(spreads)), spreads, COLORS[regime], dashed=state == "init"))
             ends += [f"{label} {spreads[-1].mean:.3g}"] if state == "trained" else []
     name = METRICS[metric]
-    return draw.curves(
+    return draw.line_plot(
         f"depth-{metric.replace('_', '-')}",
         f"{name[0].upper()}{name[1:]} over depth: trained, and dashed at first",
         lines,
@@ -155,10 +146,10 @@ def norm_signs(results: Results, norm: str) -> Figure:
         for sign in (1, -1):
             curve = results.untrained.norm_signs[norm, regime, sign]
             label = f"{regime}, LayerNorm {'+' if sign == 1 else '−'}"
-            lines.append(Curve(label, range(len(curve)), curve, colour=COLOURS[regime], dashed=sign == -1))
+            lines.append(Curve(label, range(len(curve)), curve, color=COLORS[regime], dashed=sign == -1))
             ends.append(f"{label} {curve[-1]:.3g}")
     what = "a negative sign swaps the two" if norm == "pre" else "the sign changes nothing"
-    return draw.curves(
+    return draw.line_plot(
         f"norm-sign-{norm}",
         f"LayerNorm {'before' if norm == 'pre' else 'after'} attention ({norm}-norm): {what}",
         lines,
@@ -173,7 +164,7 @@ def similarity(results: Results) -> Figure:
     curves = results.untrained.similarity
     lines = [Curve(f"{norm}-norm", range(len(curve)), curve) for norm, curve in curves.items()]
     ends = ", ".join(f"{norm}-norm {curve[-1]:.3g}" for norm, curve in curves.items())
-    return draw.curves(
+    return draw.line_plot(
         "similarity-at-first",
         "Token similarity over depth with random weights (as figure 1 of Yu and Zhang)",
         lines,
@@ -188,7 +179,7 @@ def de_escalation(results: Results) -> Figure:
     curves |= {f"τ = {tau:g}": curve for tau, curve in results.untrained.de_escalated.items()}
     lines = [Curve(label, range(len(curve)), curve) for label, curve in curves.items()]
     ends = ", ".join(f"{label} {curve[-1]:.2g}" for label, curve in curves.items())
-    return draw.curves(
+    return draw.line_plot(
         "de-escalation",
         "Token similarity with de-escalation after every block, post-norm (as figure 5 of Yu and Zhang)",
         lines,
@@ -198,10 +189,10 @@ def de_escalation(results: Results) -> Figure:
     )
 
 
-def _curve(label: str, x: Sequence[float], spreads: list[Spread], colour: str, dashed: bool = False) -> Curve:
+def _curve(label: str, x: Sequence[float], spreads: list[Spread], color: str, dashed: bool = False) -> Curve:
     """Means, and a band of one deviation where it is known."""
     means = [spread.mean for spread in spreads]
     if any(spread.std != spread.std for spread in spreads):
-        return Curve(label, x, means, colour=colour, dashed=dashed)
+        return Curve(label, x, means, color=color, dashed=dashed)
     low, high = ([spread.mean + sign * spread.std for spread in spreads] for sign in (-1, 1))
-    return Curve(label, x, means, low, high, colour, dashed)
+    return Curve(label, x, means, low, high, color, dashed)

@@ -51,7 +51,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, info: DataInfo, d
 
 def model_measures(model: nn.Module, images: Tensor) -> Measures:
     """The metrics of tokens over depth (means over images), the verdicts, and the eigenvalues of every head's H."""
-    analysis = analyze(model, images, batch_size=BATCH, spectra=0)
+    analysis = analyze(model, images, batch_size=BATCH, max_spectra=0)
     eigenvalues = torch.stack([layer.weight_eigenvalues for layer in analysis.layers])  # [layers, heads, k]
     return {
         "curves": {metric: analysis.curve(metric).double().mean(1).tolist() for metric in METRICS},

@@ -45,8 +45,8 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
     config = results.plan.config
     return Page(
         title=f"Smoothing and sharpening Transformers on {config.data}",
-        lead=_lead(results),
-        facts=_key_figures(results),
+        summary=_lead(results),
+        key_figures=_key_figures(results),
         sections=[
             Section("What must come out", [IDEA], tables=[tables["facts"]]),
             Section(
@@ -65,7 +65,7 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
             ),
             Section("The sign of LayerNorm", [SIGN], pick("norm-sign-pre", "norm-sign-post")),
             Section("Similarity and de-escalation", [SIMILARITY], pick("similarity-at-first", "de-escalation")),
-            Section("All numbers", tables=[tables["runs"], tables["depth"], tables["untrained"]], folded=True),
+            Section("All numbers", tables=[tables["runs"], tables["depth"], tables["untrained"]], collapsed=True),
             Section("How it was done", _method(results, where)),
         ],
         footer=f"Written by overtone study. The mathematics is that of {SOURCES}.",
