@@ -1,4 +1,4 @@
-"""Does a Hugging Face model oversmooth? A small random ViT; a pretrained one is analysed in the same way."""
+"""Does a Hugging Face model oversmooth? A small random ViT; a pretrained one is analyzed the same way."""
 
 import torch
 from transformers import ViTConfig, ViTModel
@@ -16,4 +16,4 @@ print(analysis.layer_table().text())
 print("HFC/LFC over depth", [round(value, 3) for value in analysis.curve("ratio").mean(1).tolist()])
 print("which eigenvalue dominates", analysis.verdicts())
 # analysis.save("report") writes the page, a PNG per figure and a CSV per table: pip install 'overtone[report]'
-assert len(analysis.layers) == 4 and not analysis.unread
+assert len(analysis.layers) == 4 and not analysis.skipped
