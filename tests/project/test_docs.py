@@ -1,9 +1,10 @@
-"""The documentation builds without a warning and needs no network, its code runs, its lists are complete."""
+"""The documentation builds without a warning and needs no network; its code and examples run; its tables are complete."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,9 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+ON_TWO_PROCESSES = DOCS / "examples" / "two_processes.py"
 CODE = ("python", "triton_kernels", "benchmarks")  # folders of Python that is shipped
 
 
@@ -92,6 +96,47 @@ def test_every_guide_has_code():
     assert len(guides) == 3 and all(python_blocks(path.read_text()) for path in guides)
 
 
+class TestReadme:
+    def test_code_runs(self):
+        names: dict = {}
+        for code in python_blocks(README.read_text()):
+            exec(compile(code, "README.md", "exec"), names)
+        assert names["analysis"].samples == 8
+
+    def test_names_the_two_commands(self):
+        commands = README.read_text().partition("## Install")[0]
+        assert "make study" in commands and "make test" in commands
+
+
+class TestExamples:
+    @pytest.mark.parametrize("path", [path for path in EXAMPLES if path != ON_TWO_PROCESSES], ids=lambda path: path.stem)
+    def test_runs(self, path, tmp_path):
+        """As a user runs them, without anything that the tests set up. They assert what they claim, and print it."""
+        for library in ("timm", "transformers"):
+            if re.search(rf"^(import|from) {library}\b", path.read_text(), re.MULTILINE):
+                if importlib.util.find_spec(library) is None:
+                    pytest.skip(f"the package {library} is not installed")
+        environment = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
+        result = subprocess.run(
+            [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+        assert "assert " in path.read_text() and result.stdout
+
+    def test_runs_on_two_processes(self):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        result = subprocess.run([*launcher, str(ON_TWO_PROCESSES)], capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        losses = [float(loss) for loss in re.findall(r"on 2 processes: loss (\S+)", result.stdout)]
+        assert len(losses) == 3 and losses[2] < losses[0]
+
+    @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+    def test_is_short_and_in_a_guide(self, path):
+        assert len(path.read_text().splitlines()) < 40
+        guides = "".join(guide.read_text() for guide in (DOCS / "guides").glob("*.md"))
+        assert f"{{literalinclude}} ../examples/{path.name}\n" in guides
+
+
 def test_files_named_in_words_exist():
     """Links of the documents beside the site, and paths in backticks anywhere: `tests/test_x.py`."""
     documents = [ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")]
@@ -114,7 +159,7 @@ def environment_variables() -> set[str]:
 
 
 def test_every_environment_variable_is_in_the_table():
-    named = {row[0].strip("`") for row in rows(page("environment.md"))}
+    named = {row[0].strip("`") for row in rows(page("install.md"))}
     variables = environment_variables()
     assert {"OVERTONE_CPU_ISA", "OVERTONE_AUTOTUNE", "OVERTONE_CUDA"} <= variables
     assert variables - named == set()
@@ -137,6 +182,12 @@ def source_texts() -> list[str]:
     return texts + [path.read_text() for path in others]
 
 
+def test_every_build_switch_is_in_the_table():
+    switches = set(re.findall(r"`(OVERTONE_\w+|MAX_JOBS|CXX)`", (ROOT / "setup.py").read_text()))
+    build = page("install.md").partition("## Build switches")[2].partition("## Run-time variables")[0]
+    assert switches and switches == {row[0].strip("`") for row in rows(build)}
+
+
 def test_every_message_is_one_of_ours():
     quoted = [row[0] for row in rows(page("troubleshooting.md").partition("## Without a message")[0])]
     assert len(quoted) > 40
@@ -147,7 +198,8 @@ def test_every_message_is_one_of_ours():
 
 
 def test_every_command_is_in_the_table():
-    assert [row[0] for row in rows(page("command_line.md"))] == [f"`overtone {name}`" for name in COMMANDS]
+    commands = [row[0] for row in rows(page("cli.md")) if row[0].startswith("`overtone ")]
+    assert commands == [f"`overtone {name}`" for name in COMMANDS]
 
 
 def test_every_dependency_has_its_reason():
@@ -155,6 +207,7 @@ def test_every_dependency_has_its_reason():
     groups = {"required": project["project"]["dependencies"], "build": project["build-system"]["requires"]}
     groups |= project["project"]["optional-dependencies"]
     wanted = {(group, re.match(r"[\w-]+", name)[0]) for group, names in groups.items() for name in names}
-    table = [row for row in rows(page("dependencies.md")) if len(row) == 3]
+    packages = page("install.md").partition("## What is installed")[2].partition("## Build switches")[0]
+    table = [row for row in rows(packages) if len(row) == 3]
     assert {(group.strip("`"), package) for group, package, _ in table} == wanted
     assert all(reason for _, _, reason in table)

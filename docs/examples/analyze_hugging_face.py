@@ -1,4 +1,4 @@
-"""Does a Hugging Face model oversmooth? A small random ViT; a pretrained one is analysed in the same way."""
+"""Does a Hugging Face model oversmooth? A small random ViT; a pretrained one is analyzed the same way."""
 
 import torch
 from transformers import ViTConfig, ViTModel
