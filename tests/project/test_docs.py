@@ -1,4 +1,4 @@
-"""The documentation builds without a warning and needs no network; its code and examples run; its tables are complete."""
+"""The documentation builds without a warning, offline; its code and examples run; its tables are complete."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestReadme:
 
 
 class TestExamples:
-    @pytest.mark.parametrize("path", [path for path in EXAMPLES if path != ON_TWO_PROCESSES], ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", [p for p in EXAMPLES if p != ON_TWO_PROCESSES], ids=lambda path: path.stem)
     def test_runs(self, path, tmp_path):
         """As a user runs them, without anything that the tests set up. They assert what they claim, and print it."""
         for library in ("timm", "transformers"):
