@@ -22,9 +22,9 @@ LAYERS = [("free", "symmetric", False), *itertools.product(("sharpen", "smooth")
 SMALL = {"image_size": 8, "patch_size": 4, "num_classes": 5, "dim": 16, "num_heads": 2, "depth": 2}
 
 
-def vit(**options):
+def vit(dtype=None, **options):
     torch.manual_seed(0)
-    return VisionTransformer(ViTConfig(**SMALL, **options))
+    return VisionTransformer(ViTConfig(**SMALL, **options), dtype=dtype)
 
 
 def train(model, x):
