@@ -200,21 +200,23 @@ class Block(nn.Module):
         self, x: Tensor, spectrum: Spectrum | None, values_0: Tensor | None, return_norms: bool
     ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
-        options = {"spectrum": spectrum, "values_0": values_0}
-        if self.training and self.drop_path > 0:
-            x = x + self._drop_path(self.attn(inputs, **options))
-            return x, frequency_norms(x) if return_norms else None
+        options = {"spectrum": spectrum, "values_0": values_0, "sample_scale": self._drop_factors(x)}
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
 
-    def _drop_path(self, update: Tensor) -> Tensor:
-        """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
+    def _drop_factors(self, x: Tensor) -> Tensor | None:
+        """Stochastic depth, [B]: a sample's update is left out with probability drop_path, and scaled up otherwise."""
         if not self.training or self.drop_path == 0:
-            return update
+            return None
         kept = 1 - self.drop_path
-        mask = update.new_empty(update.shape[0], *(1,) * (update.dim() - 1)).bernoulli_(kept)
-        return update * mask.div_(kept) if kept > 0 else update * mask
+        mask = torch.empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        mask.bernoulli_(kept)
+        return mask.div_(kept) if kept > 0 else mask
+
+    def _drop_path(self, update: Tensor) -> Tensor:
+        factors = self._drop_factors(update)
+        return update if factors is None else update * factors.to(update.dtype)[:, None, None]
 
 
 def _make_norm(config: ViTConfig, factory: dict) -> nn.LayerNorm:

@@ -222,7 +222,7 @@ def _attend(
     with _autocast_disabled(query):
         mixing = Mixing(gain, addend)
         if head_gain is not None:
-            mixing = _attn_scale(mixing, head_gain.to(dtype), _mean_of_values(value, attn_mask, is_causal, q_len))
+            mixing = _attn_scale(mixing, head_gain.to(dtype), mean_of_values(value, attn_mask, is_causal, q_len))
         mixing = Mixing(mixing.gain, None if mixing.addend is None else mixing.addend.expand(query.shape))
         return _run(qkv, Projection(weight, bias, residual, sample_scale), masking, mixing, return_norms)
 
@@ -236,7 +236,7 @@ def _attn_scale(mixing: Mixing, omega: Tensor, mean: Tensor) -> Mixing:
     return Mixing(gain, addend if mixing.addend is None else mixing.addend + addend)
 
 
-def _mean_of_values(value: Tensor, attn_mask: Tensor | None, is_causal: bool, q_len: int) -> Tensor:
+def mean_of_values(value: Tensor, attn_mask: Tensor | None, is_causal: bool, q_len: int) -> Tensor:
     """Π V, broadcastable to [B, H, N, D]: the mean over the keys that a row may attend to, in the accumulate dtype; zero
     where there are none."""
     value = value.to(validate.statistics_dtype(value.dtype))
