@@ -17,9 +17,8 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
-size_t shared_limit() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "no current device");
+size_t shared_limit(int device) {
+  int bytes = 0;
   check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "no shared memory limit");
   return static_cast<size_t>(bytes);
 }
@@ -49,8 +48,14 @@ bool takes(const std::string& op, int n, size_t limit) {
 
 }  // namespace
 
-int largest(const std::string& op, bool is_float64) {
-  const size_t limit = shared_limit();
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "no current device");
+  return device;
+}
+
+int largest(const std::string& op, bool is_float64, int device) {
+  const size_t limit = shared_limit(device);
   int n = kMostThreads;
   while (!(is_float64 ? takes<double>(op, n, limit) : takes<float>(op, n, limit))) {
     --n;
@@ -59,19 +64,19 @@ int largest(const std::string& op, bool is_float64) {
 }
 
 int64_t eig_workspace(int n, bool is_float64) {
-  const size_t limit = shared_limit();
+  const size_t limit = shared_limit(current_device());
   const Path path = is_float64 ? eig_path<double>(n, limit) : eig_path<float>(n, limit);
   return path == Path::packed ? static_cast<int64_t>(n) * n : 0;
 }
 
 template <class T>
 void solve(const EighCall<T>& call, void* stream) {
-  launch_eigh(call, eigh_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
+  launch_eigh(call, eigh_path<T>(call.n, shared_limit(current_device())), Launcher{static_cast<cudaStream_t>(stream)});
 }
 
 template <class T>
 void solve(const EigCall<T>& call, void* stream) {
-  launch_eig(call, eig_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
+  launch_eig(call, eig_path<T>(call.n, shared_limit(current_device())), Launcher{static_cast<cudaStream_t>(stream)});
 }
 
 template <class T>

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from overtone import _extension
-from overtone.backends import select
+from overtone import hardware
+from overtone.backends import backend_for
 from overtone.study.at_init import untrained
 from overtone.study.plan import Plan
 from overtone.study.results import Fact, Results
@@ -63,10 +63,8 @@ def _check_packages() -> None:
 def where_it_runs() -> str:
     """The backend of the study's ops; raises where the one that was asked for cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = select("spectral_attention", None, torch.empty(0, device=device))
-    if backend != "cpu" or _extension.native is None:
-        return f"the {backend} backend"
-    return f"the cpu backend ({_extension.native.isa()} kernels)"
+    backend = backend_for("spectral_attention", device)
+    return f"the cpu backend ({hardware.isa()} kernels)" if backend == "cpu" else f"the {backend} backend"
 
 
 def _write(results: Results, folder: Path, where: str) -> Path:
