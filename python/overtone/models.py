@@ -278,7 +278,7 @@ def _make_filter(config: ViTConfig, factory: dict) -> nn.Module | None:
 
 @torch.no_grad()
 def _mimetic(attention: SpectralAttention, beta: float) -> None:
-    """W_V W_proj = −βI + (the product of the weights as they are), both factors from its singular value decomposition."""
+    """W_V W_proj = −βI + (the product of the weights as they are), each factor with half of its singular values."""
     value = attention.qkv.weight[-attention.dim :]  # a Linear keeps Wᵀ
     product = (attention.proj.weight.double() @ value.double()).mT
     if product.is_meta:
