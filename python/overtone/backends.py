@@ -120,6 +120,7 @@ def _cuda_status() -> BackendStatus:
 def _cuda_limit(op: str, dtype: torch.dtype, device: torch.device) -> int:
     """The most rows or columns of matrices that the CUDA kernels of `op` take on this device."""
     index = -1 if device.index is None else device.index
+    assert _extension.native is not None  # _has_cuda_kernels
     return _extension.native.cuda_limit(op, str(dtype).removeprefix("torch."), index)
 
 

@@ -75,8 +75,8 @@ def positive(kind: type[Number]) -> Callable[[str], Number]:
 class _Renamed(argparse.Action):
     """An old spelling of a flag, which works for one release with a warning."""
 
-    def __init__(self, *args, new: str, **kwargs):
-        super().__init__(*args, help=argparse.SUPPRESS, **kwargs)
+    def __init__(self, option_strings: Sequence[str], dest: str, new: str, **kwargs: Any):
+        super().__init__(option_strings, dest, **kwargs)
         self.new = new
 
     def __call__(self, parser, namespace, values, option_string=None):
@@ -88,8 +88,10 @@ def renamed_flag(parser: argparse.ArgumentParser, old: str, new: str, **kwargs: 
     """Accept `old` for the flag `new` of `parser`; kwargs are add_argument's of a flag that takes a value."""
     dest = new.removeprefix("--").replace("-", "_")
     if not kwargs:
-        kwargs = {"nargs": 0, "const": True, "default": argparse.SUPPRESS}
-    parser.add_argument(old, action=_Renamed, new=new, dest=dest, **{"default": argparse.SUPPRESS, **kwargs})
+        kwargs = {"nargs": 0, "const": True}
+    parser.add_argument(
+        old, action=_Renamed, new=new, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs
+    )
 
 
 def _discard_output() -> None:
