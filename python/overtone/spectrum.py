@@ -217,7 +217,7 @@ def well_conditioned(matrices: Tensor, limit: float, cache: BasisCache) -> Tenso
 
 @torch.no_grad()
 def condition_numbers(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-    """The condition number (largest over smallest singular value) of V of every GeneralSpectrum, by its name in the model.
+    """The condition number (largest over smallest singular value) of V, by the name of every GeneralSpectrum.
 
     Args:
         model: that holds them.
