@@ -65,17 +65,17 @@ def _triton_attention(query: Tensor) -> str | None:
     return f"supports head_dim ≤ 64 for {query.dtype} on {gpu}, got {head_dim}"
 
 
-def _cuda_solver(op: str) -> Callable[[Tensor], str | None]:
+def _cuda_solver(solver: str) -> Callable[[Tensor], str | None]:
     """The limit of a compiled CUDA solver: the device's shared memory."""
 
     def limit(A: Tensor) -> str | None:
         if not _has_cuda_kernels():
             return NO_CUDA_KERNELS
-        largest = _cuda_limit(op, str(A.dtype).removeprefix("torch."), A.device.index)
+        largest = _cuda_limit(solver, str(A.dtype).removeprefix("torch."), A.device.index)
         n = max(A.shape[-2:])
         if n > largest:
             return f"supports n ≤ {largest} on this device, got {n}"
-        if op == "eigvals" and _transforms.needs_gradient(A):
+        if solver == "eig" and _transforms.needs_gradient(A):
             return "computes eigenvalues only, without gradient"
         return None
 
@@ -98,7 +98,7 @@ SUPPORT: dict[str, dict[str, Support]] = {
     "linear": {"cpu": Support(WIDE)},
     "mlp": {"cpu": Support(WIDE)},
     "eig": {"cpu": Support(WIDE)},
-    "eigvals": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eigvals"))},
+    "eigvals": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eig"))},
     "eigh": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eigh"))},
     "qr": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("qr"))},
     "inverse": {"cpu": Support(WIDE), "cuda": Support(WIDE)},
@@ -160,9 +160,10 @@ def _has_cuda_kernels() -> bool:
     return getattr(_extension.module, "has_cuda", False)
 
 
-def _cuda_limit(op: str, dtype: str, device: int) -> int:
-    """The most rows or columns that a compiled CUDA solver takes on this device."""
-    return _extension.module.cuda_limit(op, dtype, device)  # type: ignore[union-attr]
+def _cuda_limit(solver: str, dtype: str, device: int | None) -> int:
+    """The most rows or columns of matrices that a compiled CUDA solver takes on this device, None being the current."""
+    assert _extension.module is not None  # _has_cuda_kernels
+    return _extension.module.cuda_limit(solver, dtype, -1 if device is None else device)
 
 
 # What torch.compiler.assume_constant_result does; to call it would import the compiler, and Triton.
@@ -175,11 +176,10 @@ def _cuda_status() -> BackendStatus:
     gpu = torch.cuda.get_device_name()
     if not _has_cuda_kernels():
         return BackendStatus(True, f"bases and inverses by batched products on {gpu}; linalg: {NO_CUDA_KERNELS}")
-    device = torch.cuda.current_device()
-    largest = {op: _cuda_limit(op, "float32", device) for op in ("eigh", "eigvals", "qr")}
+    largest = {solver: _cuda_limit(solver, "float32", None) for solver in ("eigh", "eig", "qr")}
     return BackendStatus(
         True,
-        f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eigvals']}, qr to {largest['qr']}"
+        f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
         " (float32); larger matrices and eig's eigenvectors go to torch.linalg; bases and inverses by batched products",
     )
 

@@ -50,7 +50,7 @@ class TestGallery:
         assert_ratios(backward_errors(a, ot.linalg.eigvals(a.cuda(), backend="cuda").cpu()), names)
 
     def test_large_eigvals(self, dtype):
-        n = _extension.module.cuda_limit("eigvals", str(dtype).removeprefix("torch."), 0)
+        n = _extension.module.cuda_limit("eig", str(dtype).removeprefix("torch."), 0)
         a = softmax(4, n, n, dtype=dtype)
         values = ot.linalg.eigvals(a.cuda(), row_stochastic=True, backend="cuda").cpu()
         assert_ratios(backward_errors(a[:1], values[:1, :: n // 3]))

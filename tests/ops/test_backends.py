@@ -142,9 +142,13 @@ def test_cuda_tensors_go_to_the_cuda_kernels_that_exist(monkeypatch):
     assert choose("eigh", None, on_cuda(16)) == "reference"
     with pytest.raises(ot.BackendError, match="built without its CUDA kernels"):
         choose("eigh", "cuda", on_cuda(16))
-    limits = {"eigh": 154, "eigvals": 197, "qr": 32}
-    extension = SimpleNamespace(has_cuda=True, cuda_limit=lambda op, dtype, device: limits[op])
-    monkeypatch.setattr(_extension, "module", extension)
+    limits = {"eigh": 154, "eig": 197, "qr": 32}
+
+    def cuda_limit(solver, dtype, device):
+        assert (dtype, device) == ("float32", -1)
+        return limits[solver]
+
+    monkeypatch.setattr(_extension, "module", SimpleNamespace(has_cuda=True, cuda_limit=cuda_limit))
     assert choose("eigh", None, on_cuda(154)) == choose("eigvals", None, on_cuda(197)) == "cuda"
     for op, tensor, reason in (
         ("eigh", on_cuda(155), "supports n ≤ 154 on this device, got 155"),

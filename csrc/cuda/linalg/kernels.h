@@ -1,12 +1,15 @@
-// What op.cu calls; kernels.cu is the one file that compiles the kernels. For the current device.
+// What ops.cu calls; solvers.cu is the one file that compiles the kernels. For the current device.
 #pragma once
 
-#include "cuda/linalg/limits.h"
+#include <string>
+
 #include "cuda/linalg/params.h"
 
 namespace overtone::cuda {
 
-int current_device();
+// The most rows or columns of matrices that the kernels of `op`, one of eigh, eig and qr, take: shared memory limits
+// it.
+int largest(const std::string& op, bool is_float64);
 
 // Numbers of global memory that a matrix takes.
 int64_t eig_workspace(int n, bool is_float64);

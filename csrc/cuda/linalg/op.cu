@@ -38,7 +38,7 @@ bool check_matrices(const Tensor& a, bool square, const char* op) {
 }
 
 void check_size(int64_t n, bool is_float64, const char* op) {
-  const int most = largest(op, is_float64, current_device());
+  const int most = largest(op, is_float64);
   STD_TORCH_CHECK(n <= most, op, ": got matrices of ", n, " rows or columns, the kernels on this device take ", most);
 }
 
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   STD_TORCH_CHECK(!right && !left, "eig: the CUDA kernels have eigenvalues only");
   const DeviceGuard guard(a.get_device_index());
   const int64_t n = a.size(-1);
-  check_size(n, is_float64, "eigvals");
+  check_size(n, is_float64, "eig");
   const std::vector<int64_t> shape = sizes_of(a), none{0, 0};
   const ScalarType complex_type = is_float64 ? ScalarType::ComplexDouble : ScalarType::ComplexFloat;
   Tensor values = torch::stable::new_empty(a, sizes_of(a, 1), complex_type);
