@@ -40,6 +40,7 @@ class SpectralAttention(nn.Module):
             `proj`, named and shaped as in timm).
         kind: of the spectrum, "symmetric" or "general".
         bounded: keeps λ in [−1, 0) or (0, 1]; see ot.spectrum.
+        condition_limit: of V, for kind "general"; see ot.spectrum.GeneralSpectrum.
         qkv_bias: biases for queries and keys (and values, where the regime is "free").
         proj_bias: a bias for the output; default: only where the regime is "free".
         head_gain: AttnScale's ω, one per head, learned, initially zero.
@@ -68,6 +69,7 @@ class SpectralAttention(nn.Module):
         kind: str = "symmetric",
         *,
         bounded: bool = False,
+        condition_limit: float | None = None,
         qkv_bias: bool = True,
         proj_bias: bool | None = None,
         head_gain: bool = False,
@@ -95,7 +97,8 @@ class SpectralAttention(nn.Module):
             self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
         else:
             self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory)
-            self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **factory)
+            limit = {"condition_limit": condition_limit} if kind == "general" else {}
+            self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **limit, **factory)
             self.bias = nn.Parameter(torch.zeros(dim, **factory)) if proj_bias else None
         self.head_gain = nn.Parameter(torch.zeros(num_heads, **factory)) if head_gain else None
 
@@ -196,6 +199,7 @@ class SpectralAttention(nn.Module):
         y = y if bias is None else y + bias.to(y.dtype)
         return _add_to_residual(y, residual, sample_scale, return_norms)
 
+<<<<<<< HEAD
     def _output_weight(self, spectrum: Spectrum | None, dtype: torch.dtype) -> Tensor:
         """diag(λ) U, or W_proj, in `dtype` or wider."""
         if self.regime == "free":
@@ -208,6 +212,18 @@ class SpectralAttention(nn.Module):
     def _as_wide(weight: Tensor, dtype: torch.dtype) -> Tensor:
         wide = validate.statistics_dtype(dtype)
         return weight if weight.dtype in (dtype, wide) else weight.to(wide)
+=======
+    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """λ and U of the op. If `proj` is to be called on its result, U is the identity: one more product of the
+        output's size, but no second implementation of attention."""
+        if self.regime != "free":
+            spectrum = self.spectrum() if spectrum is None else spectrum
+            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
+        ones = self._ones.to(validate.accumulate_dtype(dtype))
+        if calls_proj:
+            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
+        return ones, self.proj.weight.mT.to(dtype)
+>>>>>>> main
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
