@@ -113,10 +113,10 @@ def matching(
 
 
 def broadcastable(function: str, name: str, x: object, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """A tensor broadcastable to `shape`, on `like`'s device, in its dtype or its statistics'; or None."""
+    """A tensor broadcastable to `shape`, on `like`'s device, in its dtype or the accumulate dtype; or None."""
     if x is None:
         return None
-    dtypes = dict.fromkeys((like.dtype, statistics_dtype(like.dtype)))
+    dtypes = dict.fromkeys((like.dtype, accumulate_dtype(like.dtype)))
     if (
         isinstance(x, Tensor)
         and x.layout == torch.strided

@@ -223,30 +223,21 @@ class Block(nn.Module):
         self, x: Tensor, spectrum: Spectrum | None, values_0: Tensor | None, return_norms: bool
     ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
-<<<<<<< HEAD
-        options = {"spectrum": spectrum, "values_0": values_0, "sample_scale": self._drop_factors(x)}
-=======
         options = {"spectrum": spectrum, "values_0": values_0}
-        is_filtered = self.filter is not None and self.filter_place == "attention"
-        if is_filtered or (self.training and self.drop_path > 0):
+        if self.filter is not None and self.filter_place == "attention":
             x = x + self._drop_path(self._filtered(self.attn(inputs, **options), "attention"))
             return x, frequency_norms(x) if return_norms else None
->>>>>>> main
+        options["sample_scale"] = self._drop_factors(x)
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
 
-<<<<<<< HEAD
-    def _drop_factors(self, x: Tensor) -> Tensor | None:
-        """Stochastic depth, [B]: a sample's update is left out with probability drop_path, and scaled up otherwise."""
-=======
     def _filtered(self, x: Tensor, place: str) -> Tensor:
         """After the method's filter, if this is its place."""
         return x if self.filter is None or place != self.filter_place else self.filter(x)
 
-    def _drop_path(self, update: Tensor) -> Tensor:
-        """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
->>>>>>> main
+    def _drop_factors(self, x: Tensor) -> Tensor | None:
+        """Stochastic depth, [B]: a sample's update is left out with probability drop_path, and scaled up otherwise."""
         if not self.training or self.drop_path == 0:
             return None
         kept = 1 - self.drop_path

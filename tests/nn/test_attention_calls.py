@@ -1,4 +1,4 @@
-"""One attention op per layer and direction, whatever the method, the regime and the precision; and no other way round."""
+"""One attention op per layer and direction, whatever the method, the regime and the precision."""
 
 from __future__ import annotations
 

@@ -360,9 +360,7 @@ class TestContract:
             y, *_, attn_out, softmax_stats = op(*detached, True, True, True)
             backward = (y, *detached[:4], *detached[7:], attn_out, softmax_stats)
             for output_mask in (127, 8, 3, 32, 64, 16):
-                torch.library.opcheck(
-                    torch.ops.overtone.spectral_attention_backward.default, (*backward, output_mask)
-                )
+                torch.library.opcheck(torch.ops.overtone.spectral_attention_backward.default, (*backward, output_mask))
 
     @pytest.mark.parametrize("mask", ["none", "bool", "bias"])
     @pytest.mark.parametrize("is_causal", [False, True])

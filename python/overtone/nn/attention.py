@@ -174,7 +174,7 @@ class SpectralAttention(nn.Module):
             return _add_to_residual(y, residual, sample_scale, return_norms)
         options["bias"] = self._output_bias()
         weight = self._output_weight(spectrum, query.dtype)
-        if residual is not None and residual.dtype not in (query.dtype, validate.statistics_dtype(query.dtype)):
+        if residual is not None and residual.dtype not in (query.dtype, validate.accumulate_dtype(query.dtype)):
             return _add_to_residual(self._run(qkv, weight, **options), residual, sample_scale, return_norms)
         options |= {"residual": residual, "sample_scale": sample_scale, "return_norms": return_norms}
         return self._run(qkv, weight, **options)
@@ -199,31 +199,18 @@ class SpectralAttention(nn.Module):
         y = y if bias is None else y + bias.to(y.dtype)
         return _add_to_residual(y, residual, sample_scale, return_norms)
 
-<<<<<<< HEAD
     def _output_weight(self, spectrum: Spectrum | None, dtype: torch.dtype) -> Tensor:
         """diag(λ) U, or W_proj, in `dtype` or wider."""
         if self.regime == "free":
             return self._as_wide(self.proj.weight.mT, dtype)
         spectrum = self.spectrum() if spectrum is None else spectrum
-        wide = validate.statistics_dtype(dtype)
+        wide = validate.accumulate_dtype(dtype)
         return spectrum.eigenvalues.to(wide)[:, None] * spectrum.basis_out.to(wide)
 
     @staticmethod
     def _as_wide(weight: Tensor, dtype: torch.dtype) -> Tensor:
-        wide = validate.statistics_dtype(dtype)
+        wide = validate.accumulate_dtype(dtype)
         return weight if weight.dtype in (dtype, wide) else weight.to(wide)
-=======
-    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """λ and U of the op. If `proj` is to be called on its result, U is the identity: one more product of the
-        output's size, but no second implementation of attention."""
-        if self.regime != "free":
-            spectrum = self.spectrum() if spectrum is None else spectrum
-            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(validate.accumulate_dtype(dtype))
-        if calls_proj:
-            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
-        return ones, self.proj.weight.mT.to(dtype)
->>>>>>> main
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
@@ -235,7 +222,7 @@ class SpectralAttention(nn.Module):
         query, value = qkv.query, qkv.value
         gain, addend, share = None, None, None
         if self.head_gain is not None:
-            share = self.head_gain.to(validate.statistics_dtype(value.dtype))
+            share = self.head_gain.to(validate.accumulate_dtype(value.dtype))
             gain = 1 + share
         if self.centered:
             share = gain

@@ -110,35 +110,6 @@ def _fake_filter_backward(grad_y, x, low, high, mask, is_causal, need_x) -> tupl
     return grad_x, grad_y.new_empty(gains, dtype=dtype), grad_y.new_empty(gains, dtype=dtype)
 
 
-<<<<<<< HEAD
-registry.define(
-    "frequency_norms(Tensor x, Tensor? mask) -> (Tensor low, Tensor high)",
-    fake=_fake_norms,
-    triton="frequency.launch.norms",
-)
-# addend: another gradient of x, contiguous and of its dtype, that is added.
-registry.define(
-    "frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high, Tensor? mask,"
-    " Tensor? addend) -> Tensor grad_x",
-    fake=_fake_norms_backward,
-    triton="frequency.launch.norms_backward",
-)
-registry.define(
-    "frequency_filter(Tensor x, Tensor low, Tensor high, Tensor? mask, bool is_causal) -> Tensor y",
-    fake=_fake_filter,
-    triton="frequency.launch.filter",
-)
-# Without x the gains' gradients are not wanted, without need_x the tokens' is not: what is not wanted comes back empty.
-registry.define(
-    "frequency_filter_backward(Tensor grad_y, Tensor? x, Tensor low, Tensor high, Tensor? mask, bool is_causal,"
-    " bool need_x) -> (Tensor grad_x, Tensor grad_low, Tensor grad_high)",
-    fake=_fake_filter_backward,
-    triton="frequency.launch.filter_backward",
-)
-
-
-=======
->>>>>>> main
 def _save_norms(ctx, inputs, output) -> None:
     x, mask = inputs
     ctx.save_for_backward(x, mask, *output)
@@ -196,10 +167,11 @@ registry.register(
         vmap=registry.Vmap(batched=(0, 1)),
     )
 )
+# addend: another gradient of x, contiguous and of its dtype, that is added.
 registry.register(
     registry.Op(
         schema="frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,"
-        " Tensor? mask) -> Tensor grad_x",
+        " Tensor? mask, Tensor? addend) -> Tensor grad_x",
         fake=_fake_norms_backward,
         triton="frequency.launch.norms_backward",
     )
