@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,7 @@ class SpectralAttention(nn.Module):
         is_causal: bool = False,
         spectrum: Spectrum | None = None,
         values_0: Tensor | None = None,
+        extend: Callable[[QKV], QKV] | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -131,11 +132,14 @@ class SpectralAttention(nn.Module):
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
             values_0: V⁰ for NeuTRENO, the values that `project` of the first layer returns.
+            extend: puts the keys and values of earlier tokens (a cache) before those of x.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
+        qkv = self.project(x, spectrum)
+        qkv = qkv if extend is None else extend(qkv)
         return self.attend(
-            self.project(x, spectrum), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            qkv, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
             values_0=values_0, return_norms=return_norms,
         )  # fmt: skip
 
@@ -224,6 +228,7 @@ class SpectralAttention(nn.Module):
         """NeuTRENO's γ(V⁰ − V), through λ and U."""
         if self.neutreno == 0 or first is None:
             return None
+        value = value[:, :, value.shape[2] - first.shape[2] :]  # the earlier tokens of a cache have theirs
         difference = (first - value).transpose(1, 2).flatten(2)
         scaled = (self.neutreno * eigenvalues).to(difference.dtype)
         return (difference * scaled) @ basis.to(difference.dtype)
