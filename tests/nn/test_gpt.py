@@ -14,6 +14,7 @@ from support.accuracy import FORWARD_FACTOR, assert_error_within, max_error
 
 import overtone as ot
 from overtone.models import GPT, METHODS, GPTConfig
+from overtone.models.config import FILTER_PLACES, FILTERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,38 +57,49 @@ def train(model, steps=6, lr=1e-2):
     return losses
 
 
+def check_causality(model):
+    """Other tokens from some place on: the logits before it are the same bits. And no gradient goes back."""
+    tokens = text()
+    before = model(tokens)
+    for place in (1, 13, 23):
+        changed = tokens.clone()
+        changed[:, place:] = (changed[:, place:] + 5) % 11
+        after = model(changed)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place:], before[:, place:])
+    embedded = []
+    model.tok_embed.register_forward_hook(lambda module, args, result: embedded.append(result))
+    (gradient,) = torch.autograd.grad(model(tokens)[:, :13].sum(), embedded[0])
+    assert gradient[:, :13].abs().max() > 0 and not gradient[:, 13:].any()
+
+
+@torch.no_grad()
+def check_cache(model):
+    """Chunks of several tokens and single ones, against all at once: as exact as PyTorch's own operations are."""
+    tokens = text()
+    truth = copy.deepcopy(model.eval()).double()(tokens)
+    plain = ot.spectrum.fold(model)
+    error = max_error(plain(tokens), truth)
+    for each in (model, plain):
+        cache = each.new_cache()
+        stepped = torch.cat([each(chunk, cache=cache) for chunk in tokens.split((7, 1, 1, 5, 10), 1)], 1)
+        assert cache.length == 24
+        assert_error_within(stepped, truth, error, factor=FORWARD_FACTOR, what="logits with a cache")
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("regime", "kind", "norm"), [*((*each, "pre") for each in LAYERS), (*LAYERS[-1], "post")])
-class TestEveryModel:
-    def test_no_token_sees_a_later_one(self, regime, kind, norm, method):
-        """Other tokens from place 13 on: the logits before are the same bits. And no gradient goes back."""
-        model, tokens = small(regime, kind=kind, method=method, norm=norm), text()
-        before = model(tokens)
-        for place in (1, 13, 23):
-            changed = tokens.clone()
-            changed[:, place:] = (changed[:, place:] + 5) % 11
-            after = model(changed)
-            assert torch.equal(after[:, :place], before[:, :place])
-            assert not torch.equal(after[:, place:], before[:, place:])
-        embedded = []
-        model.tok_embed.register_forward_hook(lambda module, args, result: embedded.append(result))
-        (gradient,) = torch.autograd.grad(model(tokens)[:, :13].sum(), embedded[0])
-        assert gradient[:, :13].abs().max() > 0 and not gradient[:, 13:].any()
+def test_every_model(method, regime, kind, norm):
+    check_causality(small(regime, kind=kind, method=method, norm=norm))
+    check_cache(small(regime, kind=kind, method=method, norm=norm))
 
-    def test_the_cache_changes_nothing(self, regime, kind, norm, method):
-        """Chunks of several tokens and single ones, against all at once: as exact as PyTorch's own operations are."""
-        model = small(regime, kind=kind, method=method, norm=norm).eval()
-        tokens = text()
-        with torch.no_grad():
-            truth = copy.deepcopy(model).double()(tokens)
-            plain = ot.spectrum.fold(model)
-            error = max_error(plain(tokens), truth)
-            for each in (model, plain):
-                cache = each.new_cache()
-                chunks = tokens.split((7, 1, 1, 5, 10), 1)
-                stepped = torch.cat([each(chunk, cache=cache) for chunk in chunks], 1)
-                assert cache.length == 24
-                assert_error_within(stepped, truth, error, factor=FORWARD_FACTOR, what="logits with a cache")
+
+@pytest.mark.parametrize("method", FILTERS)
+@pytest.mark.parametrize("place", FILTER_PLACES[1:])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_every_place_of_a_filter(method, place, norm):
+    check_causality(small(REGIMES, method=method, filter_place=place, norm=norm))
+    check_cache(small(REGIMES, method=method, filter_place=place, norm=norm))
 
 
 @pytest.mark.parametrize("method", METHODS)

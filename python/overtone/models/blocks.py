@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.attn = _make_attention(config, layer, factory)
         self.norm2 = _make_norm(config, factory)
         self.mlp = Mlp(config.dim, int(config.dim * config.mlp_ratio), config.gelu, **factory)
-        self.filter = _make_filter(config, factory)
+        self.filter, self.filter_place = _make_filter(config, factory), config.filter_place
 
     def forward(
         self,
@@ -52,37 +52,38 @@ class Block(nn.Module):
         return_norms: bool = False,
         cache: BlockCache | None = None,
     ) -> tuple[Tensor, FrequencyNorms | None]:
-        x, norms = self._attend(x, return_norms, self._attention_options(x, spectrum, values_0, cache))
+        options: dict[str, Any] = {"spectrum": spectrum, "values_0": values_0, "is_causal": self.is_causal}
+        options |= {} if cache is None else cache.attention_options(x.shape[1])
+        x, norms = self._attend(x, return_norms, options, cache)
+        x = self._filtered(x, "residual", cache)
         if self.post_norm:
             x = self.norm1(x)
             x = self.norm2(x + self._drop_path(self.mlp(x)))
         else:
             x = x + self._drop_path(self.mlp(self.norm2(x)))
-        return self._filtered(x, cache), norms
+        return self._filtered(x, "block", cache), norms
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What attention sees of the block's input."""
         return x if self.post_norm else self.norm1(x)
 
-    def _attention_options(
-        self, x: Tensor, spectrum: Spectrum | None, values_0: Tensor | None, cache: BlockCache | None
-    ) -> dict[str, Any]:
-        options: dict[str, Any] = {"spectrum": spectrum, "values_0": values_0, "is_causal": self.is_causal}
-        return options if cache is None else options | cache.attention_options(x.shape[1])
-
-    def _filtered(self, x: Tensor, cache: BlockCache | None) -> Tensor:
-        if self.filter is None:
-            return x
-        return self.filter(x, is_causal=self.is_causal) if cache is None else cache.filtered(self.filter, x)
-
-    def _attend(self, x: Tensor, return_norms: bool, options: dict[str, Any]) -> tuple[Tensor, FrequencyNorms | None]:
+    def _attend(
+        self, x: Tensor, return_norms: bool, options: dict[str, Any], cache: BlockCache | None
+    ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
-        if self.training and self.drop_path > 0:
-            x = x + self._drop_path(self.attn(inputs, **options))
+        is_filtered = self.filter is not None and self.filter_place == "attention"
+        if is_filtered or (self.training and self.drop_path > 0):
+            x = x + self._drop_path(self._filtered(self.attn(inputs, **options), "attention", cache))
             return x, frequency_norms(x) if return_norms else None
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
+
+    def _filtered(self, x: Tensor, place: str, cache: BlockCache | None) -> Tensor:
+        """After the method's filter, if this is its place."""
+        if self.filter is None or place != self.filter_place:
+            return x
+        return self.filter(x, is_causal=self.is_causal) if cache is None else cache.filtered(self.filter, x)
 
     def _drop_path(self, update: Tensor) -> Tensor:
         """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
@@ -106,6 +107,7 @@ def _make_attention(config: TransformerConfig, layer: int, factory: dict) -> Spe
         config.regimes[layer],
         config.kind,
         bounded=config.bounded,
+        condition_limit=config.condition_limit,
         qkv_bias=config.qkv_bias,
         head_gain=config.method == "attn_scale",
         centered=config.method == "centered",
@@ -115,12 +117,24 @@ def _make_attention(config: TransformerConfig, layer: int, factory: dict) -> Spe
 
 
 def _make_filter(config: TransformerConfig, factory: dict) -> nn.Module | None:
-    """What is applied to the result of a block."""
+    """What is applied to tokens at config.filter_place."""
     if config.method == "de_escalation":
         return DeEscalation(config.method_strength)
     if config.method == "contranorm":
         return ContraNorm(config.method_strength)
     return FeatScale(config.dim, **factory) if config.method == "feat_scale" else None
+
+
+@torch.no_grad()
+def _mimetic(attention: SpectralAttention, beta: float) -> None:
+    """W_V W_proj = −βI + (the product of the weights as they are), each factor with half of its singular values."""
+    value = attention.qkv.weight[-attention.dim :]  # a Linear keeps Wᵀ
+    product = (attention.proj.weight.double() @ value.double()).mT
+    if product.is_meta:
+        return
+    left, sizes, right = torch.linalg.svd(product - beta * torch.eye(attention.dim).to(product))
+    value.copy_((left * sizes.sqrt()).mT)
+    attention.proj.weight.copy_((sizes.sqrt()[:, None] * right).mT)
 
 
 class Transformer(nn.Module):
@@ -147,10 +161,11 @@ class Transformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if self.config.init_eigenvalue is not None:
-            for block in self.layers:
-                if block.attn.regime != "free":
-                    block.attn.spectrum.reset_parameters(self.config.init_eigenvalue)
+        for attention in (block.attn for block in self.layers):
+            if attention.regime == "free" and self.config.mimetic_init is not None:
+                _mimetic(attention, self.config.mimetic_init)
+            elif attention.regime != "free" and self.config.init_eigenvalue is not None:
+                attention.spectrum.reset_parameters(self.config.init_eigenvalue)
 
     @property
     def layers(self) -> list[Block]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -18,13 +19,17 @@ __all__ = ["METHODS", "GPTConfig", "TransformerConfig", "ViTConfig"]
 #: The methods, and the default of each one's strength (None: it has none).
 METHODS: dict[str, float | None] = {
     "plain": None,
-    "de_escalation": 1.0,  # τ, after every block
-    "feat_scale": None,  # after every block
-    "contranorm": 0.1,  # s, after every block
+    "de_escalation": 1.0,  # τ, at filter_place
+    "feat_scale": None,  # at filter_place
+    "contranorm": 0.1,  # s, at filter_place
     "attn_scale": None,  # in every attention
     "centered": None,  # in every attention
     "neutreno": 0.6,  # γ, in every attention but the first
 }
+
+#: Where a block applies the filter of a method that is one.
+FILTERS = ("de_escalation", "feat_scale", "contranorm")
+FILTER_PLACES = ("block", "residual", "attention")
 
 _RENAMED_METHODS = {"centred": "centered"}
 _Config = TypeVar("_Config", bound="TransformerConfig")
@@ -43,6 +48,7 @@ class TransformerConfig:
         regime: "free" (ordinary weights), "sharpen" or "smooth", or a sequence with one for each block.
         kind: of the spectra, "symmetric" or "general".
         bounded: keeps eigenvalues in [−1, 0) or (0, 1].
+        condition_limit: of V in spectra of kind "general", kept by their parametrization; None: no limit.
         init_eigenvalue: |λ| of spectra at initialization, uniform in [0.5, 1.5] times this; default: the scale of a
             plain ViT's weights, which is small for few channels.
         norm: "pre" (LayerNorm before attention and MLP) or "post".
@@ -51,6 +57,11 @@ class TransformerConfig:
         gelu: of the MLPs, "exact" or "tanh" (its approximation).
         method: one of METHODS.
         strength: τ, s or γ of a method that has one; default: that of METHODS.
+        filter_place: where the filter of "de_escalation", "feat_scale" and "contranorm" stands: "block" (on the result
+            of a block), "residual" (on the stream after attention's residual, before the norm or the MLP), or
+            "attention" (on attention's output, before it is added).
+        mimetic_init: β of mimetic initialization, or None: layers with ordinary weights start at
+            W_V W_proj = −βI + noise, the noise being what the product would be otherwise (Trockman and Kolter 2023).
         drop_path: stochastic depth, the rate of the last block; it grows linearly from 0.
         grad_checkpointing: recompute blocks in backward instead of storing their activations.
         pos_embed_std: of the position embeddings at initialization; small data learns faster with more than timm's
@@ -70,6 +81,7 @@ class TransformerConfig:
     regime: str | Sequence[str] = "free"
     kind: str = "symmetric"
     bounded: bool = False
+    condition_limit: float | None = 20.0
     init_eigenvalue: float | None = None
     norm: str = "pre"
     norm_sign: int | None = None
@@ -77,6 +89,8 @@ class TransformerConfig:
     gelu: str = "exact"
     method: str = "plain"
     strength: float | None = None
+    filter_place: str = "block"
+    mimetic_init: float | None = None
     drop_path: float = 0.0
     grad_checkpointing: bool = False
     pos_embed_std: float = 0.02
@@ -95,6 +109,9 @@ class TransformerConfig:
         self._require_divisor("num_heads", "dim")
         self._require(self.mlp_ratio * self.dim >= 1, "mlp_ratio", f"at least one hidden channel for dim = {self.dim}")
         self._require(self.init_eigenvalue is None or self.init_eigenvalue > 0, "init_eigenvalue", "more than 0")
+        limit = self.condition_limit
+        self._require(limit is None or 1 < limit < math.inf, "condition_limit", "more than 1, or None")
+        self._require(self.mimetic_init is None or 0 <= self.mimetic_init < math.inf, "mimetic_init", "0 or more")
         self._require(0 <= self.drop_path <= 1, "drop_path", "0 to 1")
         self._require(self.norm_eps > 0, "norm_eps", "more than 0")
         self._require(self.pos_embed_std >= 0, "pos_embed_std", "0 or more")
@@ -113,6 +130,11 @@ class TransformerConfig:
         validate.one_of(name, "method", self.method, tuple(METHODS))
         has_strength = METHODS[self.method] is not None
         self._require(self.strength is None or has_strength, "strength", f"None: method {self.method!r} has none")
+        validate.one_of(name, "filter_place", self.filter_place, FILTER_PLACES)
+        is_moved = self.filter_place != "block"
+        self._require(
+            not is_moved or self.method in FILTERS, "filter_place", f"'block': method {self.method!r} has no filter"
+        )
         for field in self._flags:
             validate.flag(name, field, getattr(self, field))
 
