@@ -219,7 +219,7 @@ class SpectralAttention(nn.Module):
         if self.regime != "free":
             spectrum = self.spectrum() if spectrum is None else spectrum
             return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(validate.statistics_dtype(dtype))
+        ones = self._ones.to(validate.accumulate_dtype(dtype))
         if calls_proj:
             return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
         return ones, self.proj.weight.mT.to(dtype)

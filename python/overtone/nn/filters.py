@@ -20,7 +20,7 @@ class RunningMean(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> RunningMean:
-        return cls(x.to(validate.statistics_dtype(x.dtype)).mean(-2, keepdim=True), x.shape[-2])
+        return cls(x.to(validate.accumulate_dtype(x.dtype)).mean(-2, keepdim=True), x.shape[-2])
 
     def extend(self, x: Tensor) -> tuple[Tensor, RunningMean]:
         """The mean up to each of x's tokens, which come next, and that of all."""

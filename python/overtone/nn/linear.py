@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
 from overtone import _validate as validate
-from overtone.ops.linear import linear, mlp
+from overtone.ops.linear import has_backend, linear, mlp
 
 __all__ = ["GELUS", "Mlp", "apply_linear", "has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
 
@@ -74,7 +74,7 @@ def _only_tracks(hook: Any) -> bool:
 
 def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """layer(x), on our op if the layer is fusible."""
-    return linear(x, layer.weight, layer.bias) if is_fusible(layer) else layer(x)
+    return linear(x, layer.weight, layer.bias) if is_fusible(layer) and has_backend("linear") else layer(x)
 
 
 class Mlp(nn.Module):
@@ -95,7 +95,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = (self.fc1, self.fc2)
-        if self.gelu == "exact" and all(is_fusible(layer) and layer.bias is not None for layer in layers):
+        fusible = is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias)
+        if fusible and self.gelu == "exact" and has_backend("mlp"):
             return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return apply_linear(self.fc2, F.gelu(apply_linear(self.fc1, x), approximate=GELUS[self.gelu]))

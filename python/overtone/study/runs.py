@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from overtone.backends import forced_backend, use_backend
+from overtone.backends import active_backend, use_backend
 from overtone.study.measure import Measures, measure_trained, settings
 from overtone.study.plan import Run
 from overtone.training import checkpoint, train
@@ -90,12 +90,12 @@ def _results(
     """Each run and its measures, as they become ready."""
     if jobs <= 1:
         for run in runs:
-            yield run, finish(run, folder, images, forced_backend(), progress=not bar.bar.disable)
+            yield run, finish(run, folder, images, active_backend(), progress=not bar.bar.disable)
         return
     others = multiprocessing.active_children()
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
-        waiting = {pool.submit(finish, run, folder, images, forced_backend()): run for run in runs}
+        waiting = {pool.submit(finish, run, folder, images, active_backend()): run for run in runs}
         while waiting:
             ready, _ = concurrent.futures.wait(
                 waiting, SECONDS_BETWEEN_POLLS, return_when=concurrent.futures.FIRST_COMPLETED
