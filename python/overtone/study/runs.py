@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from overtone.backends import forced_backend, use_backend
+from overtone.backends import active_backend, use_backend
 from overtone.study.measure import Measures, measure, settings
 from overtone.study.plan import Run
 from overtone.training import checkpoint, train
@@ -99,12 +99,12 @@ def _results(
     """The measures of each group of runs that share a training, as they become ready."""
     if jobs <= 1:
         for runs in groups:
-            yield finish(runs, folder, images, forced_backend(), progress=not bar.bar.disable)
+            yield finish(runs, folder, images, active_backend(), progress=not bar.bar.disable)
         return
     others = multiprocessing.active_children()
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
-        waiting = {pool.submit(finish, runs, folder, images, forced_backend()) for runs in groups}
+        waiting = {pool.submit(finish, runs, folder, images, active_backend()) for runs in groups}
         while waiting:
             ready, _ = concurrent.futures.wait(
                 waiting, SECONDS_BETWEEN_POLLS, return_when=concurrent.futures.FIRST_COMPLETED
