@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class SpectralAttention(nn.Module):
         spectrum: Spectrum | None = None,
         values_0: Tensor | None = None,
         sample_scale: Tensor | None = None,
+        extend: Callable[[QKV], QKV] | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -123,12 +124,15 @@ class SpectralAttention(nn.Module):
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
             values_0: V⁰ for NeuTRENO, the values that `project` of the first layer returns.
             sample_scale: [B], multiplies what is added to the residual (stochastic depth).
+            extend: puts the keys and values of earlier tokens (a cache) before those of x.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
+        qkv = self.project(x, spectrum)
+        qkv = qkv if extend is None else extend(qkv)
         return self.attend(
-            self.project(x, spectrum), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
-            values_0=values_0, sample_scale=sample_scale, return_norms=return_norms,
+            qkv, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal, values_0=values_0,
+            sample_scale=sample_scale, return_norms=return_norms,
         )  # fmt: skip
 
     def own_spectrum(self, given: Spectrum | None = None) -> Spectrum | None:
@@ -230,7 +234,8 @@ class SpectralAttention(nn.Module):
             mean = mean_of_values(value, attn_mask, is_causal, query.shape[2])
             addend = -mean if share is None else -share[:, None, None] * mean
         if self.neutreno != 0 and values_0 is not None:
-            difference = self.neutreno * (values_0 - value)
+            # The earlier tokens of a cache have theirs.
+            difference = self.neutreno * (values_0 - value[:, :, value.shape[2] - values_0.shape[2] :])
             addend = difference if addend is None else addend + difference
         return gain, addend
 
