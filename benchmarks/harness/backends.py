@@ -49,8 +49,8 @@ def placed(case: Case) -> list[Case]:
 def _copy(case: Case, backend: str) -> Case:
     """Targets are of the CPU, and so is splitting a batch over its threads."""
     split = SplitOverThreads if device_of(backend) != "cpu" else ()
-    baselines = {name: function for name, function in case.baselines.items() if not isinstance(function, split)}
-    return replace(case, backend=backend, baselines=baselines, targets={})
+    kept = {name: function for name, function in case.workload.baselines.items() if not isinstance(function, split)}
+    return replace(case, backend=backend, workload=replace(case.workload, baselines=kept), targets={})
 
 
 def moved(value: Any, device: str) -> Any:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import Case, Function
+from overtone.benchmarks.harness.case import Case, Function, Workload
 from overtone.benchmarks.harness.runner import OURS, Result, run_case
 from overtone.benchmarks.harness.timing import Plan
-from overtone.benchmarks.linalg.eigh import by_ratios
-from overtone.benchmarks.linalg.qr import by_ratios as qr_by_ratios
+from overtone.benchmarks.linalg.eigh import check_lapack_ratios as check_eigh
+from overtone.benchmarks.linalg.qr import check_lapack_ratios as check_qr
+from overtone.benchmarks.shapes import ImageShape
 from overtone.benchmarks.step import Kind, step_case
-from overtone.benchmarks.step import Shape as StepShape
 
 PLAN = Plan(rounds=5, seconds=2.0, slice_seconds=0.02)
 TIME, MEMORY = "time", "memory"
@@ -34,7 +34,7 @@ TIME, MEMORY = "time", "memory"
 class Sweep:
     """An op against one size of its problem.
 
-    exponents: contender -> of time, as the leading term has it; `memory`: of memory, where results or scratch grow.
+    time, memory: by implementation, the exponent of the leading term; memory only where results or scratch grow.
     """
 
     op: str
@@ -76,10 +76,10 @@ def fit(x: Sequence[float], y: Sequence[float]) -> Slope | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """A contender's points of one quantity, and their slope beside the theoretical one."""
+    """An implementation's points of one quantity, and their slope beside the theoretical one."""
 
     sweep: Sweep
-    contender: str
+    implementation: str
     quantity: str
     x: tuple[int, ...]
     y: tuple[float, ...]  # seconds or bytes
@@ -108,8 +108,8 @@ class Measured:
         return [f"{result.case.name}: {name}: {check.message}" for result, (name, check) in found if not check.passed]
 
     @property
-    def disturbed(self) -> int:
-        return sum(not result.trusted for result in self.results.values())
+    def noisy(self) -> int:
+        return sum(not result.reliable for result in self.results.values())
 
     def curves(self) -> list[Curve]:
         names = dict.fromkeys(name for result in self.results.values() for name in result.checks)
@@ -162,12 +162,10 @@ def _random(*size: int, scale: float = 1.0, grad: bool = False) -> Tensor:
 
 
 def _point(
-    op: str, label: str, setup: Callable[[], tuple[Any, ...]], ours: Function, reference: Function, **more: Any
+    op: str, label: str, setup: Callable[[], tuple[Any, ...]], ours: Function, reference: Function, **options: Any
 ) -> Case:
-    given = {"mode": "forward", "flops": 0, "bytes": 0, "limit": "matmul", **more}
-    return Case(
-        op=op, shape=label, dtype=torch.float32, setup=setup, ours=ours, baselines={"reference": reference}, **given
-    )
+    workload = Workload(setup, ours, {"reference": reference}, flops=0, bytes=0, bound_by="matmul")
+    return Case(op, label, torch.float32, **{"mode": "forward", "workload": workload, **options})
 
 
 def _norms(batch: int, tokens: int, channels: int) -> Case:
@@ -194,19 +192,19 @@ def _eigh(batch: int, n: int) -> Case:
         a = _random(batch, n, n)
         return (a + a.mT,)
 
-    return _point("eigh", f"{batch}x{n}", setup, ot.linalg.eigh, torch.linalg.eigh, check=by_ratios)
+    return _point("eigh", f"{batch}x{n}", setup, ot.linalg.eigh, torch.linalg.eigh, check=check_eigh)
 
 
 def _qr(batch: int, n: int) -> Case:
     return _point(
         "qr", f"{batch}x{n}", lambda: (_random(batch, n, n),), lambda a: tuple(ot.linalg.qr(a)),
-        lambda a: tuple(torch.linalg.qr(a)), check=qr_by_ratios,
+        lambda a: tuple(torch.linalg.qr(a)), check=check_qr,
     )  # fmt: skip
 
 
 def _step(batch: int, size: int, depth: int) -> Case:
     """A training step of ViT-Ti⁻ with patches of 4 × 4 pixels."""
-    return step_case(Kind(StepShape(f"batch {batch} {size}px depth {depth}", batch, size, 4, depth=depth)))
+    return step_case(Kind(ImageShape(f"batch {batch} {size}px depth {depth}", batch, size, 4, depth=depth)))
 
 
 def sweeps() -> list[Sweep]:

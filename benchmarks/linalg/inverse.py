@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import MODES, Case, Function
+from overtone.benchmarks.harness.case import MODES, Case, Function, Workload
 from overtone.ops.linalg.inverse import compose_general, compose_symmetric
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
@@ -50,13 +50,15 @@ def _case(op: str, n: int, mode: str) -> Case:
         shape=f"{LAYERS}x{n}",
         dtype=torch.float32,
         mode=mode,
-        setup=lambda: _inputs(n, mode),
-        ours=OURS[op],
-        baselines=BASELINES[op],
-        flops=int(((mode != BACKWARD) * forward + (mode != FORWARD) * backward) * LAYERS * n**3),
-        bytes=4 * LAYERS * n * n * torch.float32.itemsize,
-        limit="matmul",
         targets={"torch.linalg": TARGET} if is_wanted else {},
+        workload=Workload(
+            setup=lambda: _inputs(n, mode),
+            ours=OURS[op],
+            baselines=BASELINES[op],
+            flops=int(((mode != BACKWARD) * forward + (mode != FORWARD) * backward) * LAYERS * n**3),
+            bytes=4 * LAYERS * n * n * torch.float32.itemsize,
+            bound_by="matmul",
+        ),
     )
 
 
