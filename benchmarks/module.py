@@ -51,7 +51,7 @@ class Implementation:
             self.built[x.dtype] = self.build(self.shape, weights)
         built = self.built[x.dtype]
         for cache in basis_caches(built.module):  # as after a step of training
-            cache.forget()
+            cache.clear()
         if self.mode == FORWARD:
             return (built.call(x),)
         return self._with_gradients(built, x.detach().requires_grad_(), grad)

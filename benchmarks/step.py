@@ -157,7 +157,7 @@ class Step:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """lr is zero: every call gives the same result. It does all of a step's work: the bases are factorised anew."""
         for kept in self.caches:
-            kept.forget()
+            kept.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
             loss = self._loss(images, labels)
         loss.backward()
