@@ -152,25 +152,32 @@ struct ProjectionTarget {
 // The same for rows × columns of sums in scratch, from (query, channel) of y on.
 template <class A>
 void store_projection(const AttentionForward& call, const UnroundedOutput<A>& unrounded, int64_t batch, int64_t query,
-                      int64_t channel, int64_t rows, int64_t columns, A* sums, int64_t ld) {
+                      int64_t channel, int64_t rows, int64_t columns, const A* sums, int64_t ld) {
   const A* bias = call.bias == nullptr ? nullptr : static_cast<const A*>(call.bias) + channel;
   const A* scale = call.sample_scale == nullptr ? nullptr : static_cast<const A*>(call.sample_scale) + batch;
-  for (int64_t row = 0; row < rows && (bias != nullptr || scale != nullptr); ++row) {
-    for (int64_t j = 0; j < columns; j += kLanes<A>) {
-      const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, columns - j));
-      Vector<A> sum = load_full(sums + row * ld + j);
-      sum = bias == nullptr ? sum : sum + load(bias + j, 1, lanes);
-      store_full(scale == nullptr ? sum : sum * *scale, sums + row * ld + j);
-    }
-  }
   const StridedMatrix residual = residual_rows(call, batch, query);
-  if (residual.data != nullptr) {
-    add_rows(residual.from(0, channel), rows, columns, A{1}, sums, ld);
-  }
-  unpack_rows(sums, ld, rows, columns, A{1}, call.y.from(batch * call.shape.q_len + query, channel));
-  if (A* out = unrounded.row(batch, query); out != nullptr) {
-    unpack_rows(sums, ld, rows, columns, A{1}, buffer_rows<A>(out, channel, call.shape.out_dim));
-  }
+  const StridedMatrix y = call.y.from(batch * call.shape.q_len + query, channel);
+  with_type<A>(y.type, [&](auto y_element) {
+    with_type<A>(residual.type, [&, stride = residual.column_stride](auto residual_element) {
+      using R = decltype(residual_element);
+      for (int64_t row = 0; row < rows; ++row) {
+        auto* out = y.at<decltype(y_element)>(row, 0);
+        const R* addend = residual.data == nullptr ? nullptr : residual.at<R>(row, channel);
+        A* wide = unrounded.row(batch, query + row);
+        for (int64_t j = 0; j < columns; j += kLanes<A>) {
+          const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, columns - j));
+          Vector<A> sum = load_full(sums + row * ld + j);
+          sum = bias == nullptr ? sum : sum + load(bias + j, 1, lanes);
+          sum = scale == nullptr ? sum : sum * *scale;
+          sum = addend == nullptr ? sum : sum + load(addend + j * stride, stride, lanes);
+          store(sum, out + j, lanes);
+          if (wide != nullptr) {
+            store(sum, wide + channel + j, lanes);
+          }
+        }
+      }
+    });
+  });
 }
 
 // c = sum · scale[row], the last step of a softmax.
