@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from overtone.training import TrainConfig
+    from overtone.training.config import Setting
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from overtone.training.config import TrainConfig, field_types
+    from overtone.training.config import GROUPS, RENAMED, SIZES, settings
 
     parser = commands.add_parser(
         "train",
@@ -33,30 +33,37 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "the result, or other data, is refused",
     )
     parser.add_argument("--config", type=Path, metavar="JSON", help="fields from a file, such as a run's config.json")
-    kinds = field_types()
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in dataclasses.fields(TrainConfig):
-        title = field.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        choices, _ = kinds[field.name]
-        groups[title].add_argument(f"--{field.name.replace('_', '-')}", **_how_to_read(choices), help=_help(field))
+    names = {group: name for name, group in GROUPS.items()}
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    groups["model"].add_argument("--size", **_how_to_read(tuple(SIZES)), help="ViT-Ti, -S or -B (default: tiny)")
+    for setting in settings().values():
+        groups[names[setting.group]].add_argument(
+            _flag(setting.name), **_how_to_read(setting.kinds), help=_help(setting)
+        )
+    for old, new in RENAMED.items():
+        hidden = _how_to_read(settings()[new].kinds) | {"help": argparse.SUPPRESS}
+        parser.add_argument(_flag(old), **hidden)
     parser.set_defaults(run=run)
 
 
-def _how_to_read(choices: tuple[Any, ...]) -> dict[str, Any]:
-    """argparse's options for a field. Flags that are not given leave the field to --config or its default."""
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _how_to_read(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    """argparse's options for a setting. Flags that are not given leave it to --config or its default."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
-    if choices == (bool,):
+    if kinds == (bool,):
         return options | {"action": argparse.BooleanOptionalAction}
-    if isinstance(choices[0], type):
-        return options | {"type": choices[0], "metavar": {int: "N", float: "X", str: "TEXT"}[choices[0]]}
-    return options | {"type": type(choices[0]), "choices": choices}
+    if isinstance(kinds[0], type):
+        return options | {"type": kinds[0], "metavar": {int: "N", float: "X", str: "TEXT"}[kinds[0]]}
+    return options | {"type": type(kinds[0]), "choices": kinds}
 
 
-def _help(field: dataclasses.Field) -> str:
-    default = "" if field.default is None else f" (default: {field.default})"
-    return (field.metadata["help"] + default).replace("%", "%%")
+def _help(setting: Setting) -> str:
+    is_said = setting.default is None or setting.name in ("dim", "num_heads", "patch_size")
+    default = "" if is_said else f" (default: {setting.default})"
+    return (setting.help + default).replace("%", "%%")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,22 +90,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
     """The fields that are given (flags before those of --config), over the resumed run's or the defaults."""
-    from overtone.training import ConfigError, TrainConfig, resolved
-    from overtone.training.trainer import check_same_run, saved_config
+    from overtone._deprecated import renamed_keywords
+    from overtone.training import ConfigError, TrainConfig
+    from overtone.training.config import RENAMED, settings
+    from overtone.training.run_folder import check_same_run, saved_config
 
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    if arguments.config:
-        given = TrainConfig.from_json(arguments.config).to_dict() | given
+    names = {_flag(name): name for name in (*settings(), *RENAMED, "size")}
+    given = {flag: getattr(arguments, name) for flag, name in names.items() if hasattr(arguments, name)}
+    given = renamed_keywords("overtone train", given, {_flag(old): _flag(new) for old, new in RENAMED.items()})
+    flags = {names[flag]: value for flag, value in given.items()}
+    asked = TrainConfig.from_json(arguments.config).settings() if arguments.config else {}
     before = saved_config(arguments.out) if arguments.resume else None
-    if arguments.resume and before is None and not given:
+    if arguments.resume and before is None and not flags and not asked:
         raise ConfigError(f"{arguments.out}: there is no run to resume, and no option says what to train")
-    config = (before or TrainConfig()).replace(**given)
+    base = before or TrainConfig()
     try:
-        return resolved(config)
+        return base.replace(**asked).replace(**flags)
     except ConfigError:
         if before is not None:  # what does not go together is an option and the run
-            check_same_run(arguments.out, before, config)
+            check_same_run(arguments.out, before, TrainConfig(**asked).replace(**flags))
         raise
 
 
