@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from overtone import _extension, _transforms
-from overtone.tools import cuda_launches
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 
@@ -110,8 +109,7 @@ def _cuda_status() -> BackendStatus:
     gpu = torch.cuda.get_device_name()
     if not _has_cuda_kernels():
         return BackendStatus(True, f"composed weights by batched products on {gpu}; linalg: {_NO_CUDA_KERNELS}")
-    limit = _shared_limit(torch.device("cuda"))
-    largest = {op: cuda_launches.largest(op, torch.float32, limit) for op in ("eigh", "eig", "qr")}
+    largest = {op: _cuda_limit(op, torch.float32, torch.device("cuda")) for op in ("eigh", "eig", "qr")}
     return BackendStatus(
         True,
         f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
@@ -119,12 +117,11 @@ def _cuda_status() -> BackendStatus:
     )
 
 
-def _shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that the device gives a block."""
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(
-        properties, "shared_memory_per_block_optin", cuda_launches.SHARED_EVERYWHERE
-    )  # older torch has it not
+def _cuda_limit(op: str, dtype: torch.dtype, device: torch.device) -> int:
+    """The most rows or columns of matrices that the CUDA kernels of `op` take on this device."""
+    index = -1 if device.index is None else device.index
+    assert _extension.native is not None  # _has_cuda_kernels
+    return _extension.native.cuda_limit(op, str(dtype).removeprefix("torch."), index)
 
 
 _STATUS = {
@@ -205,10 +202,9 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
         return None
     if not _has_cuda_kernels():
         return _NO_CUDA_KERNELS
-    size, limit = max(tensor.shape[-2:]), _shared_limit(tensor.device)
-    if cuda_launches.path(op, size, tensor.dtype, limit) is None:
-        largest = cuda_launches.largest(op, tensor.dtype, limit)
-        return f"on this device it takes matrices of up to {largest} rows and columns, got {size}"
+    size, limit = max(tensor.shape[-2:]), _cuda_limit(op, tensor.dtype, tensor.device)
+    if size > limit:
+        return f"on this device it takes matrices of up to {limit} rows and columns, got {size}"
     if op == "eig" and _transforms.needs_gradient(tensor):
         return "it has eigenvalues without gradient only"
     return None

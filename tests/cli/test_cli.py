@@ -117,3 +117,15 @@ def test_info_as_text_names_every_backend_and_op(capsys):
     for status in ot.backends().values():
         assert status.detail in text
     assert "frequency_filter" in text
+
+
+def test_old_spellings_of_flags_work_with_a_warning(capsys):
+    arguments = cli.parser().parse_args(["kernels", "--model", "--every", "7"])
+    assert arguments.cost and arguments.sample_every == 7
+    error = capsys.readouterr().err.splitlines()
+    assert error == [
+        "overtone kernels: --model is deprecated, use --cost",
+        "overtone kernels: --every is deprecated, use --sample-every",
+    ]
+    arguments = cli.parser().parse_args(["kernels", "--cost"])
+    assert arguments.cost and arguments.sample_every == 1 and not capsys.readouterr().err

@@ -14,10 +14,9 @@ from ops.linalg.test_qr import gallery as qr_gallery
 from support import accuracy, gallery, general_gallery
 
 import overtone as ot
-from overtone.backends import _shared_limit
+from overtone.backends import _cuda_limit
 from overtone.ops.linalg import inverse as spectrum
 from overtone.reference import spectrum as reference
-from overtone.tools.cuda_launches import largest
 
 pytestmark = pytest.mark.skipif(
     not ot.backends()["cuda"].available or "built without" in ot.backends()["cuda"].detail,
@@ -52,7 +51,7 @@ class TestGallery:
         assert_ratios(backward_errors(a, ot.linalg.eigvals(a.cuda(), backend="cuda").cpu()), names)
 
     def test_large_eigvals(self, dtype):
-        n = largest("eig", dtype, _shared_limit(torch.device("cuda")))
+        n = _cuda_limit("eig", dtype, torch.device("cuda"))
         a = softmax(4, n, n, dtype=dtype)
         values = ot.linalg.eigvals(a.cuda(), row_stochastic=True, backend="cuda").cpu()
         assert_ratios(backward_errors(a[:1], values[:1, :: n // 3]))

@@ -140,8 +140,13 @@ def test_cuda_tensors_go_to_the_cuda_kernels_that_exist(monkeypatch):
     assert choose("eigh", None, on_cuda(16)) == "reference"
     with pytest.raises(ot.BackendError, match="built without its CUDA kernels"):
         choose("eigh", "cuda", on_cuda(16))
-    monkeypatch.setattr(_extension, "native", SimpleNamespace(has_cuda=True))
-    monkeypatch.setattr(module, "_shared_limit", lambda device: 99 * 1024)
+    limits = {"eigh": 154, "eig": 197, "qr": 32}
+
+    def cuda_limit(op, dtype, device):
+        assert (dtype, device) == ("float32", -1)
+        return limits[op]
+
+    monkeypatch.setattr(_extension, "native", SimpleNamespace(has_cuda=True, cuda_limit=cuda_limit))
     assert choose("eigh", None, on_cuda(154)) == choose("eig", None, on_cuda(197)) == "cuda"
     for op, tensor in (("eigh", on_cuda(155)), ("qr", on_cuda(33)), ("eig", on_cuda(16, requires_grad=True))):
         assert choose(op, None, tensor) == "reference"  # torch.linalg

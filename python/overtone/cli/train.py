@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    from overtone.training.config import GROUPS, RENAMED, SIZES, settings
+    from overtone.training.config import GROUPS, RENAMED, SIZES, flag, settings
 
     parser = commands.add_parser(
         "train",
         help="train a ViT with free, sharpening or smoothing layers",
         description="Trains a Vision Transformer and leaves in the run's folder: config.json, metrics.csv (a row per "
         "epoch, with every layer's HFC/LFC), model.safetensors, a checkpoint, and TensorBoard's event files. A run "
-        "that was killed goes on with --out and --resume alone, to the same result. Several processes: torchrun "
+        "that was killed continues with --out and --resume alone, to the same result. Several processes: torchrun "
         "--nproc-per-node N -m overtone train …",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of the run (%(default)s)")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the folder's checkpoint, if there is one, with the run's own options. More --epochs make the "
-        "run longer: the learning rate follows the longer run's cosine from there. Another option that would change "
-        "the result, or other data, is refused",
+        help="continue from the folder's checkpoint, if there is one, with the run's own options. More --epochs make "
+        "the run longer: the learning rate follows the longer run's cosine from there. Another option that would "
+        "change the result, or other data, is refused",
     )
     parser.add_argument("--config", type=Path, metavar="JSON", help="fields from a file, such as a run's config.json")
     names = {group: name for name, group in GROUPS.items()}
@@ -38,16 +38,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     groups["model"].add_argument("--size", **_how_to_read(tuple(SIZES)), help="ViT-Ti, -S or -B (default: tiny)")
     for setting in settings().values():
         groups[names[setting.group]].add_argument(
-            _flag(setting.name), **_how_to_read(setting.kinds), help=_help(setting)
+            flag(setting.name), **_how_to_read(setting.kinds), help=_help(setting)
         )
     for old, new in RENAMED.items():
         hidden = _how_to_read(settings()[new].kinds) | {"help": argparse.SUPPRESS}
-        parser.add_argument(_flag(old), **hidden)
+        parser.add_argument(flag(old), **hidden)
     parser.set_defaults(run=run)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _how_to_read(kinds: tuple[Any, ...]) -> dict[str, Any]:
@@ -81,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     except TrainingError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
-        return _fail(f"stopped; go on with --out {arguments.out} --resume", 130)
+        return _fail(f"interrupted; continue with --out {arguments.out} --resume", 130)
     if is_first:
         print(f"test accuracy {result.test_accuracy:.2%} after {len(result.history)} epochs")
         print(f"Run: {result.folder}")
@@ -90,15 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> TrainConfig:
     """The fields that are given (flags before those of --config), over the resumed run's or the defaults."""
-    from overtone._deprecated import renamed_keywords
     from overtone.training import ConfigError, TrainConfig
-    from overtone.training.config import RENAMED, settings
-    from overtone.training.run_folder import check_same_run, saved_config
+    from overtone.training.config import RENAMED, renamed_flags, settings
+    from overtone.training.run_folder import check_settings, saved_config
 
-    names = {_flag(name): name for name in (*settings(), *RENAMED, "size")}
-    given = {flag: getattr(arguments, name) for flag, name in names.items() if hasattr(arguments, name)}
-    given = renamed_keywords("overtone train", given, {_flag(old): _flag(new) for old, new in RENAMED.items()})
-    flags = {names[flag]: value for flag, value in given.items()}
+    names = (*settings(), *RENAMED, "size")
+    flags = renamed_flags({name: getattr(arguments, name) for name in names if hasattr(arguments, name)})
     asked = TrainConfig.from_json(arguments.config).settings() if arguments.config else {}
     before = saved_config(arguments.out) if arguments.resume else None
     if arguments.resume and before is None and not flags and not asked:
@@ -108,7 +101,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
         return base.replace(**asked).replace(**flags)
     except ConfigError:
         if before is not None:  # what does not go together is an option and the run
-            check_same_run(arguments.out, before, TrainConfig(**asked).replace(**flags))
+            check_settings(arguments.out, before, asked | flags)
         raise
 
 

@@ -25,7 +25,7 @@ def measure_trained(folder: str, config: TrainConfig, images: int, device: torch
     """Accuracy under corruptions, and tokens, dominance and spectra before and after training."""
     data = load_data(config)
     trained = load_model(folder).to(device)
-    analysed = data.info.normalise(data.test.images(torch.arange(min(images, len(data.test.labels)))))
+    analysed = data.info.normalize(data.test.images(torch.arange(min(images, len(data.test.labels)))))
     return {
         "corrupted": corrupted_accuracy(trained, data, device),
         "init": model_measures(build_model(config, data.info).to(device), analysed),
@@ -45,7 +45,7 @@ def corrupted_accuracy(model: nn.Module, data: Data, device: torch.device) -> di
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, info: DataInfo, device: torch.device) -> float:
-    found = [model(info.normalise(batch.to(device))).argmax(1).cpu() for batch in images.split(BATCH)]
+    found = [model(info.normalize(batch.to(device))).argmax(1).cpu() for batch in images.split(BATCH)]
     return float((torch.cat(found) == labels).double().mean())
 
 

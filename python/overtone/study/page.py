@@ -44,11 +44,11 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
 
     config = results.plan.config
     return Page(
-        title=f"Smoothing and sharpening Transformers on {config.data}",
+        title=f"Smoothing and sharpening Transformers on {config.data.name}",
         summary=_lead(results),
         key_figures=_key_figures(results),
         sections=[
-            Section("What must come out", [IDEA], tables=[tables["facts"]]),
+            Section("What must come out", [IDEA], tables=[tables["claims"]]),
             Section(
                 "Which eigenvalue dominates",
                 [_dominance_words(results)],
@@ -73,9 +73,9 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
 
 
 def _lead(results: Results) -> str:
-    wrong = [fact.claim for fact in results.facts() if not fact.holds]
+    wrong = [claim.text for claim in results.claims() if not claim.holds]
     ends = {regime: results.curve(regime, "trained", "ratio")[-1].mean for regime in REGIMES}
-    verdict = f"{len(wrong)} of the proven facts did not come out: {'; '.join(wrong)}." if wrong else (
+    verdict = f"{len(wrong)} of the proven claims did not come out: {'; '.join(wrong)}." if wrong else (
         "Everything the papers prove came out."
     )  # fmt: skip
     return (
@@ -85,8 +85,8 @@ def _lead(results: Results) -> str:
 
 
 def _key_figures(results: Results) -> list[tuple[str, str]]:
-    facts = results.facts()
-    figures = [(f"{sum(fact.holds for fact in facts)} of {len(facts)}", "proven facts came out")]
+    claims = results.claims()
+    figures = [(f"{sum(claim.holds for claim in claims)} of {len(claims)}", "proven claims came out")]
     for regime, label in REGIMES.items():
         figures.append((f"{results.share(regime, 'trained', 'perron').mean:.4g} %", f"of {label}'s cases smooth"))
     for regime, label in REGIMES.items():
@@ -105,12 +105,12 @@ def _dominance_words(results: Results) -> str:
 
 
 def _less_data_words(results: Results) -> list[str]:
-    epochs = {f"{100 * run.fraction:g} %": run.config.epochs for run in results.runs}
+    epochs = {f"{100 * run.fraction:g} %": run.config.optim.epochs for run in results.runs}
     return [
         "Parts of the training images, the same of every class, nested; the test images are the same. Epochs: "
         + ", ".join(f"{count} with {share}" for share, count in epochs.items())
         + ". Accuracies on other data cannot be compared with the paper's; the order of the models can.",
-        *([CONFOUNDED] if results.plan.config.eigenvalue_size else []),
+        *([CONFOUNDED] if results.plan.config.model.init_eigenvalue else []),
         *(
             ranking(
                 f"With {100 * fraction:g} % of the data",
@@ -147,7 +147,7 @@ def _method(results: Results, where: str) -> list[str]:
         f"{plan.images} test images.",
         f"The configuration of the free model on all data: {config.as_text().replace(chr(10), '; ')}.",
         "ViT⁺ has H = VΛVᵀ with λ = ψ², ViT⁻ with λ = −1/(1 + ψ²), which stays in [−1, 0); both keep V orthonormal, "
-        f"and |λ| starts around {config.eigenvalue_size or 'that of a plain ViT'}. "
+        f"and |λ| starts around {config.model.init_eigenvalue or 'that of a plain ViT'}. "
         "Differences from the paper: data, size of the model, recipe, corruptions, and how cases are counted.",
         *(["This was a quick study: too little training for its accuracies to mean anything."] if plan.quick else []),
     ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from overtone.training import ConfigError, TrainConfig, resolved
+from overtone.training import ConfigError, TrainConfig
 
 # As the papers write them: + has positive eigenvalues and smooths, − has negative ones and sharpens.
 REGIMES = {"free": "ViT", "smooth": "ViT⁺", "sharpen": "ViT⁻"}
@@ -18,12 +16,12 @@ FRACTIONS = (1.0, 0.5, 0.1)
 # Per data set: what differs from TrainConfig's defaults.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
-        "dim": 48, "heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3, "warmup": 1.0,
-        "position_std": 0.3, "eigenvalue_size": 0.4, "shift": 0,
+        "dim": 48, "num_heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3,
+        "warmup_epochs": 1.0, "pos_embed_std": 0.3, "init_eigenvalue": 0.4, "shift": 0,
     },
-    "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
+    "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
 }  # fmt: skip
-QUICK = {"dim": 32, "heads": 2, "depth": 4, "epochs": 2, "warmup": 0.5}
+QUICK = {"dim": 32, "num_heads": 2, "depth": 4, "epochs": 2, "warmup_epochs": 0.5}
 
 
 class Run(NamedTuple):
@@ -37,9 +35,7 @@ class Run(NamedTuple):
     @property
     def folder_name(self) -> str:
         """Says what it is, and ends with a hash of everything that decides the result: another plan, another folder."""
-        decisive = {f.name: getattr(self.config, f.name) for f in fields(self.config) if not f.metadata["neutral"]}
-        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-        return f"{self.regime}-{100 * self.fraction:g}-seed{self.seed}-{digest[:8]}"
+        return f"{self.regime}-{100 * self.fraction:g}-seed{self.seed}-{self.config.digest()[:8]}"
 
     def __str__(self) -> str:
         return f"{REGIMES[self.regime]}, {100 * self.fraction:g} % of the data, seed {self.seed}"
@@ -72,7 +68,7 @@ class Plan:
         seeds = (1 if quick else 3) if seeds is None else seeds
         if seeds < 1:
             raise ConfigError(f"seeds: got {seeds}, wanted at least 1")
-        return cls(resolved(config), seeds, images=8 if quick else 32, quick=quick)
+        return cls(config, seeds, images=8 if quick else 32, quick=quick)
 
     def runs(self) -> list[Run]:
         """Every run; those on all data, the longest, come first, so that no core is left with one at the end."""
@@ -87,8 +83,8 @@ class Plan:
         return self.config.replace(
             regime=regime,
             bounded=regime == "sharpen",  # −ψ² without a bound is no guarantee
-            fraction=fraction,
+            train_fraction=fraction,
             seed=seed,
             # With a tenth of the data as many epochs would be too few steps to learn anything.
-            epochs=round(self.config.epochs / math.sqrt(fraction)),
+            epochs=round(self.config.optim.epochs / math.sqrt(fraction)),
         )

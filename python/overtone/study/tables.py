@@ -9,7 +9,7 @@ from overtone.report.table import NONE, Cell, Table
 from overtone.study import papers
 from overtone.study.corruptions import SEVERITIES, STRENGTHS
 from overtone.study.plan import FRACTIONS, REGIMES
-from overtone.study.results import Results, Spread, share_of
+from overtone.study.results import MeanStd, Results, share_of
 
 UNDECIDED = ("tie", "close", "invalid")
 
@@ -17,7 +17,7 @@ UNDECIDED = ("tie", "close", "invalid")
 def all_tables(results: Results) -> dict[str, Table]:
     """By the name of their CSV file."""
     return {
-        "facts": facts_table(results),
+        "claims": claims_table(results),
         "table1-dominance": dominance_table(results),
         "table2-less-data": less_data_table(results),
         "table3-corruptions": corruptions_table(results),
@@ -28,9 +28,9 @@ def all_tables(results: Results) -> dict[str, Table]:
     }
 
 
-def facts_table(results: Results) -> Table:
-    rows = [["yes" if fact.holds else "NO", fact.claim, fact.found] for fact in results.facts()]
-    return Table("What must come out", ["came out", "fact", "here"], rows)
+def claims_table(results: Results) -> Table:
+    rows = [["yes" if claim.holds else "NO", claim.text, claim.found] for claim in results.claims()]
+    return Table("What must come out", ["came out", "claim", "here"], rows)
 
 
 def dominance_table(results: Results) -> Table:
@@ -43,7 +43,7 @@ def dominance_table(results: Results) -> Table:
         for state, word in (("init", "at first"), ("trained", "trained")):
             shares = [results.share(regime, state, *v) for v in (("perron",), ("other",), UNDECIDED)]
             paper = _paper_share(regime) if state == "trained" else [NONE, NONE]
-            rows.append([f"{label}, {word}", results.plan.config.data, *shares, *paper])
+            rows.append([f"{label}, {word}", results.plan.config.data.name, *shares, *paper])
     for model in ("ViT-B/16, ImageNet", "DeiT-B/16, ImageNet"):
         rows.append([model, "not here: needs a download", NONE, NONE, NONE, *_paper_share(model)])
     note = "The paper's ViT, ViT⁺ and ViT⁻ are ViT-Ti on CIFAR-100. " + _spread_note(results)
@@ -74,7 +74,7 @@ def _beside_paper(
 ) -> Table:
     rows: list[list[Cell]] = []
     for regime, label in REGIMES.items():
-        rows.append([label, results.plan.config.data, *ours[regime].values()])
+        rows.append([label, results.plan.config.data.name, *ours[regime].values()])
     for regime, label in REGIMES.items():
         rows.append([label, "paper, CIFAR-100", *(f"{paper[regime][key]:.2f}" for key in ours[regime])])
     return Table(caption, ["model", "data", *columns], rows, _spread_note(results))
@@ -96,7 +96,7 @@ def kinds_table(results: Results) -> Table:
 def runs_table(results: Results) -> Table:
     columns = ["model", "regime", "% of data", "seed", "epochs", "accuracy %", "seconds"]
     rows = [
-        [REGIMES[run.regime], run.regime, 100 * run.fraction, run.seed, run.config.epochs,
+        [REGIMES[run.regime], run.regime, 100 * run.fraction, run.seed, run.config.optim.epochs,
          100 * measures["accuracy"], measures["seconds"]]
         for run, measures in results.runs.items()
     ]  # fmt: skip
@@ -130,7 +130,7 @@ def untrained_table(results: Results) -> Table:
     return Table("Without training: random weights and tokens", ["metric", "model", "layer", "value"], rows)
 
 
-def ranking(what: str, ours: Mapping[str, Spread], paper: Mapping[str, float]) -> str:
+def ranking(what: str, ours: Mapping[str, MeanStd], paper: Mapping[str, float]) -> str:
     """A sentence: is our order of the regimes the paper's, and is it more than the seeds' spread?"""
     order = sorted(ours, key=lambda regime: -ours[regime].mean)
     theirs = sorted(paper, key=lambda regime: -paper[regime])

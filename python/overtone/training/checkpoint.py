@@ -15,7 +15,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -171,19 +171,19 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None) -> dict[str, Tensor]:
     """Every tensor of a run's state, whole and on the CPU, for the main process; all must call it."""
-    weights, updates = get_state_dict(model, optimizer, options=FULL)
+    weights, updates = cast(Any, get_state_dict(model, optimizer, options=FULL))
     tensors = {f"model.{name}": value for name, value in weights.items()}
     for name, entries in updates.get("state", {}).items():
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in entries.items()}  # type: ignore[union-attr]
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in entries.items()}
     if ema is not None:
         tensors |= {f"average.{name}": value for name, value in final_weights(model, ema).items()}
-    return {name: value.contiguous() for name, value in tensors.items()}  # type: ignore[union-attr]
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def final_weights(model: nn.Module, ema: EMA | None) -> dict[str, Tensor]:
     """The weights to use, the averaged ones if there are any: whole and on the CPU, for the main process."""
     with contextlib.nullcontext() if ema is None else ema.swapped_in():
-        weights = get_model_state_dict(model, options=FULL)
+        weights = cast(Any, get_model_state_dict(model, options=FULL))
         # Swapping back would change what is not a copy.
         return {name: value.contiguous() if ema is None else value.clone() for name, value in weights.items()}
 
@@ -192,7 +192,7 @@ def restore_state(
     tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None
 ) -> None:
     """The inverse of `state_tensors`, for any number of processes, each of which has all tensors."""
-    weights, updates = get_state_dict(model, optimizer)  # as they must be; nothing is gathered for that
+    weights, updates = cast(Any, get_state_dict(model, optimizer))  # as they must be; nothing is gathered for that
     updates["state"] = {
         name: {key: fitting(tensors, f"optimizer.{name}.{key}", value) for key, value in entries.items()}
         for name, entries in updates["state"].items()
@@ -203,7 +203,7 @@ def restore_state(
             model, {name: fitting(tensors, f"average.{name}", value) for name, value in weights.items()}, options=whole
         )
         ema.reset()
-    found = {name: fitting(tensors, f"model.{name}", value) for name, value in weights.items()}
+    found: Any = {name: fitting(tensors, f"model.{name}", value) for name, value in weights.items()}
     set_state_dict(model, optimizer, model_state_dict=found, optim_state_dict=updates, options=whole)
 
 

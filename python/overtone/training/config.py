@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from overtone._deprecated import renamed_keywords
+from overtone._deprecated import deprecated, renamed_keywords
 from overtone.models import ViTConfig
 from overtone.training.errors import ConfigError, one_line, reason, shown
 
@@ -69,6 +69,10 @@ class DataConfig(_Group):
     """What a run is trained and tested on. None stands for the data's own default."""
 
     name: DataName = _field("digits", "digits (scikit-learn's), cifar10, cifar100, or folder")
+    evaluate_on: Literal["test", "validation"] = _field(
+        "test", "validation: 20% of every class of the training images take the test images' place, as is right for "
+        "choosing a recipe"
+    )  # fmt: skip
     dir: str | None = _field(
         None,
         "cifar: folder with the official binary archive, or where it was unpacked; folder: train/ and val/ with one "
@@ -149,6 +153,10 @@ _MODEL_HELP = {
     "pool": "token or mean: class token, or the mean of the tokens",
     "method": "plain, or de_escalation, feat_scale, contranorm, attn_scale, …",
     "strength": "of a method that has one",
+    "filter_place": "where de_escalation, feat_scale and contranorm stand: block (on a block's result), "
+    "residual (on the stream after attention's residual) or attention (on attention's output)",
+    "mimetic_init": "β: ordinary weights start at W_V W_proj = −βI + noise",
+    "condition_limit": "of V in V Λ V⁻¹; more than 1",
     "pos_embed_std": "of the position embeddings at initialization; more for small data",
     "drop_path": "stochastic depth: the rate of the last layer",
     "grad_checkpointing": "recompute blocks in backward: less memory, more time",
@@ -186,6 +194,19 @@ class Setting(NamedTuple):
             limits = f"at least {self.ge:g}" + (f" and below {self.lt:g}" if self.lt < math.inf else "")
             wanted = f"a number of {limits}" if self.ge > -math.inf else "a finite number"
             raise ConfigError(f"{self.name}: got {shown(value)}, wanted {wanted}")
+
+
+def flag(name: str) -> str:
+    """A setting on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def renamed_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, with those whose flag had another name one release ago under their new one."""
+    names = {flag(name): name for name in (*settings(), "size")}
+    renames = {flag(old): flag(new) for old, new in RENAMED.items()}
+    flags = renamed_keywords("overtone train", {flag(name): value for name, value in given.items()}, renames)
+    return {names[word]: value for word, value in flags.items()}
 
 
 @functools.cache
@@ -249,6 +270,15 @@ class TrainConfig:
         for name, value in _with_defaults(values).items():
             object.__setattr__(self, name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        """The fields of one release ago, when there were no groups."""
+        setting = settings().get(RENAMED.get(name, name))
+        if setting is None:
+            raise AttributeError(f"TrainConfig has no attribute {name!r}")
+        group = next(word for word, kind in GROUPS.items() if kind is setting.group)
+        deprecated(f"TrainConfig.{name} is deprecated, use TrainConfig.{group}.{setting.field}")
+        return getattr(getattr(self, group), setting.field)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
         """What `to_dict` made, or settings without their groups; names of one release ago are accepted."""
@@ -256,6 +286,13 @@ class TrainConfig:
             return cls(**_flat(values))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any], source: str) -> TrainConfig:
+        """The configuration in a checkpoint or model. Runs from before condition_limit existed had none."""
+        flat = _flat(values)
+        has_no_limit = flat.get("kind") == "general" and "condition_limit" not in flat
+        return cls.from_dict(flat | ({"condition_limit": None} if has_no_limit else {}), source)
 
     @classmethod
     def from_json(cls, path: str | Path) -> TrainConfig:
@@ -298,13 +335,12 @@ class TrainConfig:
             before |= _settings_of(group)
         return TrainConfig(**(before | {name: value for name, value in fields.items() if name not in groups}))
 
-    def differences(self, other: TrainConfig) -> list[str]:
-        """What makes the other run another one, as "setting: ours, theirs"."""
-        ours, theirs = self.decisive(), other.decisive()
+    def differences(self, requested: Mapping[str, Any]) -> list[str]:
+        """The settings among those requested that make another run, as "setting: ours, theirs"."""
         return [
-            f"{name}: {_words(value)!r}, {_words(theirs[name])!r}"
-            for name, value in ours.items()
-            if value != theirs[name]
+            f"{name}: {_words(value)!r}, {_words(requested[name])!r}"
+            for name, value in self.decisive().items()
+            if name in requested and _words(value) != _words(requested[name])
         ]
 
     def digest(self) -> str:
@@ -340,7 +376,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
             flat[RENAMED.get(name, name)] = value
             continue
         names = {setting.field: setting.name for setting in settings().values() if setting.group is GROUPS[name]}
-        flat |= {names.get(field, field): inner for field, inner in value.items()}
+        flat |= {names[field] if field in names else field: inner for field, inner in value.items()}
     return flat
 
 
@@ -357,10 +393,14 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """The groups, with the data's defaults for every setting that is None."""
     settings()["data"].check(values["data"])
     defaults = DATA_DEFAULTS[values["data"]]
-    values = values | {name: value for name, value in defaults.items() if values.get(name) is None}
+    values = {name: value for name, value in values.items() if value is not None or name not in ("dim", "num_heads")}
+    values |= {name: value for name, value in defaults.items() if values.get(name) is None}
+    for name, value in values.items():
+        if name not in ("regime", "size"):
+            settings()[name].check(value)
     if values["data"] != "folder" and values["image_size"] != defaults["image_size"]:
         got, wanted = values["image_size"], defaults["image_size"]
-        raise ConfigError(f"image_size: got {shown(got)}, wanted {wanted}: {values['data']} has no other")
+        raise ConfigError(f"image_size: got {got}, wanted {wanted}: {values['data']} has no other")
     given: dict[type, dict[str, Any]] = {group: {} for group in GROUPS.values()}
     for setting in settings().values():
         if setting.name in values:
@@ -376,11 +416,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 def _model(given: dict[str, Any], size: Any, image_size: int) -> ViTConfig:
     if not isinstance(size, str) or size not in SIZES:
         raise ConfigError(f"size: got {shown(size)}, wanted one of {', '.join(SIZES)}")
-    given = {name: value for name, value in given.items() if value is not None or name not in ("dim", "num_heads")}
-    given |= {"regime": _regimes(given["regime"])} if "regime" in given else {}
-    for name, value in given.items():
-        if name != "regime":
-            settings()[name].check(value)
+    given = given | ({"regime": _regimes(given["regime"])} if "regime" in given else {})
     dim, num_heads = SIZES[size]
     if "dim" in given:
         num_heads = max(1, given["dim"] // 64)

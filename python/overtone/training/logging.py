@@ -24,7 +24,8 @@ def ratio_column(layer: int) -> str:
 
 def write_csv(path: Path, history: Sequence[Row]) -> None:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(history[0]), lineterminator="\n")
+    columns = dict.fromkeys(name for row in history for name in row)  # a resumed run's first rows may have fewer
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(history)
     write_text(path, text.getvalue())

@@ -70,7 +70,7 @@ def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[s
 def load_config(run: str | Path) -> TrainConfig:
     """The configuration of a run."""
     path = _weights_file(run)
-    return TrainConfig.from_dict(_part(path, "config"), str(path))
+    return TrainConfig.from_saved(_part(path, "config"), str(path))
 
 
 def load_info(run: str | Path) -> DataInfo:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from overtone.training import checkpoint
 from overtone.training.config import TrainConfig
@@ -17,7 +18,7 @@ def saved_config(folder: Path) -> TrainConfig | None:
     """The configuration of the run in the folder: its checkpoint's, or what it was started with; None without a run."""
     path = folder / checkpoint.CHECKPOINT
     if path.exists():
-        return TrainConfig.from_dict(checkpoint.read_run(path)["config"], str(path))
+        return TrainConfig.from_saved(checkpoint.read_run(path)["config"], str(path))
     path = folder / CONFIG
     return TrainConfig.from_json(path) if path.exists() else None
 
@@ -37,7 +38,12 @@ def check_same_run(folder: Path, before: TrainConfig, config: TrainConfig) -> No
     """More epochs do not make it another run; everything else that decides the result does."""
     longer = before.replace(epochs=max(before.optim.epochs, config.optim.epochs))
     is_longer = longer.optim.epochs == config.optim.epochs
-    differences = (longer if is_longer else before).differences(config)
+    check_settings(folder, longer if is_longer else before, config.decisive())
+
+
+def check_settings(folder: Path, before: TrainConfig, requested: Mapping[str, Any]) -> None:
+    """Refuse settings that would make it another run, whether they go together or not."""
+    differences = before.differences(requested)
     if differences:
         raise CheckpointError(
             f"{folder} belongs to a different run; these settings differ (saved, requested): {'; '.join(differences)}"

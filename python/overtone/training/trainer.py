@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overtone.spectrum import condition_numbers
 from overtone.training import checkpoint, logging, rng
 from overtone.training.config import OptimConfig, TrainConfig
 from overtone.training.data import Data, identity
@@ -279,10 +280,12 @@ class Trainer:
             "seconds": self.seconds,
         }
         row |= {logging.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
-        self.history.append(row)
         self.sums = MetricSums(self.config.model.depth, self.device)
         self.seconds = 0.0
         weights = checkpoint.final_weights(self.model, self.ema)
+        if self.distributed.is_main and self.config.model.kind == "general":
+            row["condition"] = max(condition_numbers(self.model, weights).values(), default=math.nan)
+        self.history.append(row)
         if self.distributed.is_main:
             logging.write_csv(self.folder / "metrics.csv", self.history)
             self.events.write(row)
@@ -311,7 +314,7 @@ class Trainer:
         if self.distributed.is_main:  # the others add nothing to what was summed before
             self.sums.restore(tensors)
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
-        before = TrainConfig.from_dict(state["config"], str(path)).optim
+        before = TrainConfig.from_saved(state["config"], str(path)).optim
         if self.distributed.is_main:
             print(f"resumed at step {self.step} of {self.steps}", file=sys.stderr)
         if before.epochs != self.config.optim.epochs:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from overtone._deprecated import deprecated
 from overtone.training import rng
 from overtone.training.config import TrainConfig
-from overtone.training.data.dataset import SPLIT, Data, DataInfo, ImageSet, MemoryImages, split, stratified
+from overtone.training.data.dataset import SPLIT, TEST_SHARE, Data, DataInfo, ImageSet, MemoryImages, split, stratified
 from overtone.training.errors import DataError
 
-__all__ = ["Data", "DataInfo", "ImageSet", "load_data"]
+__all__ = ["Data", "DataInfo", "ImageSet", "load_data", "resolved"]
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The configuration itself: it holds the data's defaults since it was made."""
+    deprecated("training.resolved is deprecated: a TrainConfig holds the data's defaults")
+    return config
 
 
 def load_data(config: TrainConfig) -> Data:
@@ -25,6 +32,11 @@ def load_data(config: TrainConfig) -> Data:
         from overtone.training.data.cifar import load_cifar
 
         data = load_cifar(wanted.name, wanted.dir)
+    if wanted.evaluate_on == "validation":
+        held_out, kept = stratified(data.train.labels, TEST_SHARE, rng.VALIDATION)
+        train, test = data.train.subset(kept), data.train.subset(held_out)
+        origin = f"{TEST_SHARE:.0%} of every class of the training images validate; the test images are not looked at"
+        data = data._replace(train=train, test=test, origin=origin)
     if wanted.train_fraction == 1:
         return data
     kept, _ = stratified(data.train.labels, wanted.train_fraction, rng.FRACTION)

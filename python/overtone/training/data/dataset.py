@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from overtone._deprecated import deprecated
 from overtone.training import rng
 from overtone.training.data.identity import File
 
@@ -61,6 +62,11 @@ class DataInfo(NamedTuple):
     channels: int
     mean: list[float]  # per channel, of pixels in [0, 1]
     std: list[float]
+
+    def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`normalize`, under its name of one release ago."""
+        deprecated("DataInfo.normalise is deprecated, use normalize")
+        return self.normalize(images, dtype)
 
     def normalize(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Pixels 0 … 255 as the model takes them: mean zero, variance one."""
