@@ -220,9 +220,7 @@ class TestVmap:
 class TestAutocast:
     """It chooses what attention's arguments are rounded to, and has no other say, as without a transform."""
 
-    @pytest.mark.parametrize(
-        "name", ["spectral_attention", "spectral_attention_packed", "compose_general", "eigh", "eig"]
-    )
+    @pytest.mark.parametrize("name", ["spectral_attention", "spectral_attention_packed", "inverse", "eigh", "eig"])
     def test_products_stay_wide(self, name):
         args = tuple(x.float() for x in CALLS[name].args())
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -17,7 +17,7 @@ from torch import Tensor
 import overtone as ot
 import overtone.ops
 from overtone.ops import attention, basis, linear
-from overtone.ops.linalg import inverse as spectrum
+from overtone.ops.linalg.inverse import inverse, inverse_ex
 
 
 class OpCall(NamedTuple):
@@ -120,12 +120,8 @@ CALLS: dict[str, OpCall] = {
     ),
     "qr": OpCall(lambda A, **o: tuple(ot.linalg.qr(A, **o)), ((2, 4, 3),)),
     "qr_ex": OpCall(lambda A, **o: tuple(ot.linalg.qr_ex(A, **o)[:2]), ((2, 2, 3),)),
-    "compose_symmetric": OpCall(
-        lambda *a, **o: (spectrum.compose_symmetric(*a, **o),), ((2, 3, 3), (2, 3)), _well_conditioned
-    ),
-    "compose_general": OpCall(
-        lambda *a, **o: (spectrum.compose_general(*a, **o),), ((2, 3, 3), (2, 3)), _well_conditioned
-    ),
+    "inverse": OpCall(lambda *a, **o: (inverse(*a, **o),), ((2, 3, 3),), _well_conditioned),
+    "inverse_ex": OpCall(lambda *a, **o: (inverse_ex(*a, **o).inverse,), ((2, 3, 3),), _well_conditioned),
     "orthonormal_basis": OpCall(
         lambda theta: (basis.orthonormal_basis(theta, _CACHE),), ((2, 3, 3),), _well_conditioned, takes_backend=False
     ),

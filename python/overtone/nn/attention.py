@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +124,7 @@ class SpectralAttention(nn.Module):
         is_causal: bool = False,
         spectrum: Spectrum | None = None,
         values_0: Tensor | None = None,
+        extend: Callable[[QKV], QKV] | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -134,11 +135,14 @@ class SpectralAttention(nn.Module):
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
             values_0: V⁰ for NeuTRENO, the values that `project` of the first layer returns.
+            extend: puts the keys and values of earlier tokens (a cache) before those of x.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
+        qkv = self.project(x, spectrum)
+        qkv = qkv if extend is None else extend(qkv)
         return self.attend(
-            self.project(x, spectrum), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
+            qkv, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
             values_0=values_0, return_norms=return_norms,
         )  # fmt: skip
 
@@ -215,7 +219,7 @@ class SpectralAttention(nn.Module):
         if self.regime != "free":
             spectrum = self.spectrum() if spectrum is None else spectrum
             return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(validate.statistics_dtype(dtype))
+        ones = self._ones.to(validate.accumulate_dtype(dtype))
         if calls_proj:
             return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
         return ones, self.proj.weight.mT.to(dtype)
@@ -227,6 +231,7 @@ class SpectralAttention(nn.Module):
         """NeuTRENO's γ(V⁰ − V), through λ and U."""
         if self.neutreno == 0 or first is None:
             return None
+        value = value[:, :, value.shape[2] - first.shape[2] :]  # the earlier tokens of a cache have theirs
         difference = (first - value).transpose(1, 2).flatten(2)
         scaled = (self.neutreno * eigenvalues).to(difference.dtype)
         return (difference * scaled) @ basis.to(difference.dtype)
