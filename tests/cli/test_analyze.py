@@ -132,7 +132,7 @@ def test_hugging_face_by_configuration(tmp_path, capsys):
 
 SMALL = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
 MODELS = {
-    "llama": SMALL,
+    "llama": {**SMALL, "num_key_value_heads": 1},
     "distilbert": {"vocab_size": 40, "dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32},
     "t5": {"vocab_size": 40, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 3},
     "bart": {
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_read_are_refused_before_any_work(tmp_path, capsys
         return model
 
     monkeypatch.setattr(transformers.AutoModel, "from_config", recording)
-    kinds = {"llama": {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}, "albert": SMALL}
+    kinds = {"phi3": {**SMALL, "pad_token_id": 0}, "albert": SMALL}
     for kind, sizes in kinds.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
         status, out, err = run(capsys, f"hf:{tmp_path}", "--no-report")

@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import hashlib
 import json
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overtone._files import replace_atomically
+from overtone._files import replace_atomically, write_safetensors
 from overtone.training.errors import CheckpointError, one_line, reason
 from overtone.training.optim import WeightAverage
 
@@ -39,15 +38,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    from safetensors.torch import save_file  # here, as below: reading a configuration needs no extra package
-
     text = json.dumps(state)
     with _replacing(path) as draft:
-        draft.unlink(missing_ok=True)
-        draft.touch()
-        mode = stat.S_IMODE(draft.stat().st_mode)  # by the umask; safetensors would keep the file from other users
-        save_file(tensors, draft, {STATE: text, STATE_DIGEST: _digest(text), DIGEST: _digest(text, tensors)})
-        draft.chmod(mode)
+        write_safetensors(draft, tensors, {STATE: text, STATE_DIGEST: _digest(text), DIGEST: _digest(text, tensors)})
 
 
 def _digest(text: str, tensors: dict[str, Tensor] | None = None) -> str:
@@ -63,7 +56,7 @@ def _digest(text: str, tensors: dict[str, Tensor] | None = None) -> str:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A draft to write to, which takes the file's place once all of it is on the disk."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError  # here, as below: reading a configuration needs no extra package
 
     try:
         with replace_atomically(path) as draft:
