@@ -61,7 +61,7 @@ def accuracy_table(results: Results) -> Table:
         found = [_accuracies(results, variant, depth) for depth in depths]
         rows.append([variant, results.plan.seeds, *(MeanStd.of(values) if values else NONE for values in found)])
     columns = ["model", "n", *(f"{depth} layers" for depth in depths)]
-    rate = next(run.config.learning_rate for run in results.plan.runs_of("depth"))
+    rate = next(run.config.optim.learning_rate for run in results.plan.runs_of("depth"))
     note = f"n seeds; mean ± standard deviation. The learning rate is {rate:g}; {FASTER} × rate is {FASTER} times that."
     return Table("Test accuracy in % over depth", columns, rows, note)
 
