@@ -2,5 +2,6 @@
 
 from overtone.integrations import huggingface, timm  # their adapters register themselves
 from overtone.integrations.reparameterize import Handle, reparameterize
+from overtone.integrations.timm import timm_attention
 
-__all__ = ["Handle", "reparameterize"]
+__all__ = ["Handle", "reparameterize", "timm_attention"]
