@@ -62,7 +62,7 @@ def timm_attention(regime: str = "free", kind: str = "symmetric", **options: Any
     class Attention(SpectralAttention):
         """timm wants a class. Calling this one makes a SpectralAttention of timm's arguments."""
 
-        def __new__(
+        def __new__(  # type: ignore[misc]
             cls,
             dim: int,
             num_heads: int = 8,
