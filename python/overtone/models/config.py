@@ -25,7 +25,17 @@ METHODS: dict[str, float | None] = {
     "attn_scale": None,  # in every attention
     "centered": None,  # in every attention
     "neutreno": 0.6,  # γ, in every attention but the first
+    "laplacian": 0.5,  # the share of the heads, in every attention
+    "value_residual": 0.5,  # γ, in every attention but the first
+    "gfsa": 3.0,  # K, in every attention
+    "xsa": None,  # in every attention
+    "gated": None,  # in every attention
+    "att_inv": None,  # in every attention
+    "layernorm_scaling": None,  # of both LayerNorms of every block
 }
+
+#: Methods that need the values, or the attention, of every token at once: not for models with a key/value cache.
+WITHOUT_CACHE = ("value_residual", "gfsa")
 
 #: Where a block applies the filter of a method that is one.
 FILTERS = ("de_escalation", "feat_scale", "contranorm")
@@ -214,3 +224,9 @@ class GPTConfig(TransformerConfig):
     context_length: int = 256
     depth: int = 6
     tied: bool = True
+
+    def _check_choices(self) -> None:
+        super()._check_choices()
+        self._require(
+            self.method not in WITHOUT_CACHE, "method", f"none of {', '.join(WITHOUT_CACHE)}: they have no cache"
+        )
