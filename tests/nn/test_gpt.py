@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from support.accuracy import FORWARD_FACTOR, assert_error_within, max_error
 
 import overtone as ot
-from overtone.models import GPT, GPTConfig
-from overtone.models import METHODS as ALL_METHODS
-from overtone.models.config import FILTER_PLACES, FILTERS, WITHOUT_CACHE
+from overtone.models import GPT, METHODS, GPTConfig
+from overtone.models.config import FILTER_PLACES, FILTERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-METHODS = [method for method in ALL_METHODS if method not in WITHOUT_CACHE]
 REGIMES = ("free", "sharpen", "smooth")
 #: Every regime with every kind it has, and a model with one of each.
 LAYERS = [("free", "symmetric"), *itertools.product(("sharpen", "smooth", REGIMES), ("symmetric", "general"))]
@@ -184,6 +182,16 @@ def test_autocast_is_as_exact_as_that_of_plain_modules(method):
         with torch.autocast("cpu", torch.bfloat16):
             ours, plain = model(text()), ot.spectrum.fold(model)(text())
     assert_error_within(ours, truth, max_error(plain, truth), factor=FORWARD_FACTOR, what="logits")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(method, dtype):
+    model = small(REGIMES, dtype=dtype, method=method)
+    loss_of(model, text()).backward()
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+    check_causality(model)
+    check_cache(model)
 
 
 def test_gradients_under_autocast_are_finite():
