@@ -57,6 +57,22 @@ torch.testing.assert_close(compiled(x), ot.reference.frequency_filter(x, 0.5, 2.
 """
 
 
+CONSUMER = """
+import torch
+import overtone as ot
+
+x = torch.randn(2, 5, 6)
+norms: ot.FrequencyNorms = ot.frequency_norms(x)
+ratio: torch.Tensor = norms.ratio
+values: torch.Tensor = ot.linalg.eigh(x @ x.mT).eigenvalues
+model = ot.models.vit_tiny(16, 4, num_classes=3, regime="sharpen")
+handle = ot.reparameterize(model, regime="smooth")
+handle.restore()
+with ot.use_backend("reference"):
+    y: torch.Tensor = ot.de_escalate(x, tau=0.5)
+"""
+
+
 def environment(**switches: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in SWITCHES}, **switches}
 
@@ -188,6 +204,18 @@ class TestWheel:
 
     def test_imports_the_mapped_packages(self, installed):
         installed.run("-c", "import overtone.benchmarks, overtone.triton_kernels")
+
+    def test_types_reach_a_consumer(self, installed):
+        """A module of a user's type-checks against the installed wheel, and a mistake in it is found."""
+        module = installed.folder / "consumer.py"
+        module.write_text(CONSUMER)
+        check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", installed.python, module)
+        run_well(*check, cwd=installed.folder)
+        module.write_text(CONSUMER + 'ot.frequency_norms("tokens")\n')
+        result = run(*check, cwd=installed.folder)
+        assert result.returncode == 1 and 'Argument 1 to "frequency_norms"' in result.stdout, (
+            result.stdout + result.stderr
+        )
 
     def test_command_line(self, installed):
         text = run_well(installed.folder / "bin/overtone", "info", cwd=installed.folder)
