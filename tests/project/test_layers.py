@@ -37,7 +37,7 @@ MAY = dict.fromkeys(BASE, BASE) | {
     "spectrum": BASE | {"reference", "ops"},
     "nn": BASE | {"reference", "ops", "spectrum"},
     "models": BASE | {"ops", "spectrum", "nn"},
-    "integrations": BASE | {"linalg", "spectrum", "nn"},
+    "integrations": BASE | {"ops", "linalg", "spectrum", "nn"},
     "report": BASE,
     "analysis": BASE | {"reference", "ops", "linalg", "report"},
     "training": BASE | {"spectrum", "models"},

@@ -205,18 +205,6 @@ class TestWheel:
     def test_imports_the_mapped_packages(self, installed):
         installed.run("-c", "import overtone.benchmarks, overtone.triton_kernels")
 
-    def test_types_reach_a_consumer(self, installed):
-        """A module of a user's type-checks against the installed wheel, and a mistake in it is found."""
-        module = installed.folder / "consumer.py"
-        module.write_text(CONSUMER)
-        check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", installed.python, module)
-        run_well(*check, cwd=installed.folder)
-        module.write_text(CONSUMER + 'ot.frequency_norms("tokens")\n')
-        result = run(*check, cwd=installed.folder)
-        assert result.returncode == 1 and 'Argument 1 to "frequency_norms"' in result.stdout, (
-            result.stdout + result.stderr
-        )
-
     def test_command_line(self, installed):
         text = run_well(installed.folder / "bin/overtone", "info", cwd=installed.folder)
         assert "available: C++ kernels" in text
@@ -278,6 +266,18 @@ class TestPureWheel:
         wheel = next(pure_distributions.glob("*.whl"))
         assert wheel.name.endswith("-py3-none-any.whl")
         assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+    def test_types_reach_a_consumer(self, installed_pure):
+        """A module of a user's type-checks against the installed wheel, and a mistake in it is found."""
+        module = installed_pure.folder / "consumer.py"
+        module.write_text(CONSUMER)
+        check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", installed_pure.python, module)
+        run_well(*check, cwd=installed_pure.folder)
+        module.write_text(CONSUMER + 'ot.frequency_norms("tokens")\n')
+        result = run(*check, cwd=installed_pure.folder)
+        assert result.returncode == 1 and 'Argument 1 to "frequency_norms"' in result.stdout, (
+            result.stdout + result.stderr
+        )
 
     def test_runs_on_the_reference_and_says_so_once(self, installed_pure):
         lines = installed_pure.run("-c", RUN_AN_OP.format(backend="")).splitlines()
