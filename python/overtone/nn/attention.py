@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overtone import _validate as validate
 from overtone import reference
 from overtone._deprecated import accepts_renamed
-from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
+from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_ordinary, is_plain
 from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.ops.linear import linear
@@ -303,7 +303,7 @@ def _is_readable(spectrum: nn.Module) -> bool:
     own forward."""
     if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False
-    return type(spectrum.basis) in (nn.Parameter, Tensor)
+    return is_ordinary(spectrum.basis)
 
 
 def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
