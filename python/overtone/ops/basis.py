@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -27,7 +26,7 @@ from overtone._precision import autocast_disabled, full_float32
 from overtone.backends import select
 from overtone.ops import registry
 from overtone.ops.linalg import batched
-from overtone.ops.linalg.inverse import inverse_ex
+from overtone.ops.linalg import inverse as _inverse_op  # noqa: F401  (registers inverse_ex)
 
 __all__ = [
     "BasisCache",
@@ -192,7 +191,8 @@ def _inverse(v: Tensor, max_condition: float, cache: str) -> tuple[Tensor, Tenso
     known = BasisCache.find(cache, "inverse", v, (backend, max_condition))
     if known is not None:
         return known[0], known[1]
-    results = _checked_inverse(partial(inverse_ex, backend=backend), v, max_condition if cache else None)
+    solve = reference.linalg.inverse_ex if backend == "reference" else torch.ops.overtone.inverse_ex
+    results = _checked_inverse(solve, v, max_condition if cache else None)
     BasisCache.store(cache, "inverse", v, (backend, max_condition), results)
     return results
 
