@@ -81,7 +81,7 @@ def sweep_attention(dtype) -> None:
                 query, key, value, lam, weights, residual=residual, attn_mask=bias, return_norms=True
             )
             backward(y, *norms)
-            y, norms = attention.spectral_attention_packed(packed, lam, weights, return_norms=True)
+            y, norms = attention.spectral_attention_qkvpacked(packed, lam, weights, return_norms=True)
             backward(y, *norms)
             backward(ot.spectral_attention(query.detach(), key, value.detach(), lam.detach(), weights))
 

@@ -33,13 +33,13 @@ def leaves(shapes: tuple, needs: tuple) -> tuple[torch.Tensor, ...]:
 
 
 def packed_reference(qkv, *rest):
-    return reference.spectral_attention(*attention.heads_of(qkv), *rest)
+    return reference.spectral_attention(*attention.unpack_qkv(qkv), *rest)
 
 
 ATTENTION = ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4), (12,), (12, 6))
 CASES = {
     "attention": (ot.spectral_attention, reference.spectral_attention, ATTENTION),
-    "packed": (attention.spectral_attention_packed, packed_reference, ((2, 5, 3, 3, 4), (12,), (12, 6))),
+    "packed": (attention.spectral_attention_qkvpacked, packed_reference, ((2, 5, 3, 3, 4), (12,), (12, 6))),
     "linear": (linear.linear, reference.linear, ((2, 5, 4), (7, 4))),
 }
 

@@ -100,7 +100,12 @@ def _call_token_ops(dtype: torch.dtype) -> None:
         )
         (y.float().sum() + norms.high.sum()).backward()
     packed = _leaf(2, 7, 3, 3, 4, dtype=dtype)
-    attention.spectral_attention_packed(packed, eigenvalues, basis, residual=residual).float().sum().backward()
+    terms = {
+        "gain": _leaf(3, dtype=wide), "addend": _leaf(3, 1, 4, dtype=dtype), "bias": _leaf(10, dtype=wide),
+        "sample_scale": torch.rand(2, dtype=wide), "residual": residual.to(wide),
+    }  # fmt: skip
+    attention.spectral_attention_qkvpacked(packed, eigenvalues, basis, **terms).float().sum().backward()
+    ot.spectral_attention(query, key, value, eigenvalues, basis, is_causal=True, **terms).float().sum().backward()
 
 
 def _call_products(dtype: torch.dtype) -> None:

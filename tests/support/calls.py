@@ -70,7 +70,7 @@ def _attend_with_gain(query, key, value, eigenvalues, weights, bias, gain, **opt
 
 
 def _attend_packed(qkv, eigenvalues, weights, residual, **options):
-    y, norms = attention.spectral_attention_packed(
+    y, norms = attention.spectral_attention_qkvpacked(
         qkv, eigenvalues, weights, residual=residual, is_causal=True, return_norms=True, **options
     )
     return y, *norms
@@ -102,7 +102,7 @@ CALLS: dict[str, OpCall] = {
     "stable_rank": OpCall(_masked(ot.stable_rank), ((2, 4, 3),), takes_backend=False),
     "spectral_attention": OpCall(_attend, _ATTENTION),
     "spectral_attention with a gain": OpCall(_attend_with_gain, (*_ATTENTION[:5], (1, 3, 4), (1,))),
-    "spectral_attention_packed": OpCall(_attend_packed, ((2, 3, 3, 1, 2), *_ATTENTION[3:])),
+    "spectral_attention_qkvpacked": OpCall(_attend_packed, ((2, 3, 3, 1, 2), *_ATTENTION[3:])),
     "linear": OpCall(lambda *a, **o: (linear.linear(*a, **o),), ((2, 3, 4), (5, 4), (5,))),
     "mlp": OpCall(lambda *a, **o: (linear.mlp(*a, **o),), ((2, 3, 2), (4, 2), (4,), (3, 4), (3,))),
     "eigh": OpCall(lambda A, **o: (lambda w, v: (w, v.square()))(*ot.linalg.eigh(_symmetric(A), **o)), ((2, 3, 3),)),

@@ -71,10 +71,10 @@ class Block(nn.Module):
         self, x: Tensor, return_norms: bool, options: dict[str, Any], cache: BlockCache | None
     ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
-        is_filtered = self.filter is not None and self.filter_place == "attention"
-        if is_filtered or (self.training and self.drop_path > 0):
+        if self.filter is not None and self.filter_place == "attention":
             x = x + self._drop_path(self._filtered(self.attn(inputs, **options), "attention", cache))
             return x, frequency_norms(x) if return_norms else None
+        options = {**options, "sample_scale": self._drop_factors(x)}
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
@@ -85,13 +85,18 @@ class Block(nn.Module):
             return x
         return self.filter(x, is_causal=self.is_causal) if cache is None else cache.filtered(self.filter, x)
 
-    def _drop_path(self, update: Tensor) -> Tensor:
-        """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
+    def _drop_factors(self, x: Tensor) -> Tensor | None:
+        """Stochastic depth, [B]: a sample's update is left out with probability drop_path, and scaled up otherwise."""
         if not self.training or self.drop_path == 0:
-            return update
+            return None
         kept = 1 - self.drop_path
-        mask = update.new_empty(update.shape[0], *(1,) * (update.dim() - 1)).bernoulli_(kept)
-        return update * mask.div_(kept) if kept > 0 else update * mask
+        mask = torch.empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        mask.bernoulli_(kept)
+        return mask.div_(kept) if kept > 0 else mask
+
+    def _drop_path(self, update: Tensor) -> Tensor:
+        factors = self._drop_factors(update)
+        return update if factors is None else update * factors.to(update.dtype)[:, None, None]
 
 
 def _make_norm(config: TransformerConfig, factory: dict) -> nn.LayerNorm:

@@ -52,6 +52,7 @@ class PlainAttention(SpectralAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         values_0: Tensor | None = None,
+        sample_scale: Tensor | None = None,
         return_norms: bool = False,
     ) -> Any:
         query, key, value = qkv[:3]
@@ -59,6 +60,7 @@ class PlainAttention(SpectralAttention):
         if self.neutreno != 0 and values_0 is not None:
             heads = heads + self.neutreno * (values_0 - value[:, :, value.shape[2] - values_0.shape[2] :])
         y = self.proj(heads.transpose(1, 2).flatten(2))
+        y = y if sample_scale is None else y * sample_scale.to(y.dtype)[:, None, None]
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 

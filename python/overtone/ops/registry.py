@@ -226,18 +226,3 @@ def double_backward_via_reference(function: Callable, inputs: tuple, grads: tupl
     with torch.enable_grad():
         inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
         return torch.autograd.grad(outputs_of(*inputs), inputs, grads, create_graph=True, allow_unused=True)
-
-
-# Names of before, until ops/attention.py has moved to register().
-differentiable_gradient = double_backward_via_reference
-
-
-def define(schema: str, *, fake: Callable, triton: str | None = None) -> None:
-    register(Op(schema=schema, fake=fake, triton=triton))
-
-
-def differentiable(name: str, *, setup: Callable, backward: Callable, reference: Callable, **vmap: Any) -> None:
-    overload = getattr(torch.ops.overtone, name).default
-    op = Op(schema=name, fake=lambda: None, save=setup, backward=backward, reference=reference)
-    LIBRARY.impl(name, _differentiable(overload, op), "Autograd", with_keyset=True)
-    LIBRARY.impl(name, _mapped(overload, Vmap(**vmap)), "FuncTorchBatched")

@@ -33,8 +33,11 @@ class StudyResult(NamedTuple):
         from overtone.study.tables import all_tables
 
         tables = all_tables(self.results)
-        shown = ("table1-dominance", "table2-less-data", "table3-corruptions", "claims")
-        return "\n\n".join([*(tables[name].text() for name in shown), f"Report: {self.report}"])
+        names = (
+            "table1-dominance", "table2-less-data", "table3-corruptions", "depth-accuracy", "kinds", "methods",
+            "findings", "claims",
+        )  # fmt: skip
+        return "\n\n".join([*(tables[name].text() for name in names if name in tables), f"Report: {self.report}"])
 
 
 def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: bool = True) -> StudyResult:
@@ -54,7 +57,7 @@ def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: 
     load_data(plan.config)  # missing or damaged data is told before anything is trained
     runs = run_all(plan.runs(), folder / "runs", images=plan.images, jobs=jobs, progress=progress)
     _say("random models: ViT-B/16, token similarity, LayerNorm's sign", progress)
-    results = Results(plan, runs, untrained(plan.quick))
+    results = Results(plan, runs, untrained(plan.quick, seeds=plan.seeds))
     _say("tables and figures", progress)
     return StudyResult(_write(results, folder, where), results, results.claims())
 
