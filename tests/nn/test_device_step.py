@@ -50,8 +50,8 @@ def test_a_step_never_waits(monkeypatch, kind, autocast):
     assert {name: count for name, count in calls.items() if "_basis" in name} == factorisations
     assert calls["aten::linalg_cholesky_ex"] == 4 * len(factorisations)
     assert calls["aten::linalg_solve_triangular"] <= 6 * len(factorisations)
-    attention = {name: count for name, count in calls.items() if name.startswith("overtone::spectral_attention")}
-    assert list(attention.values()) == [LAYERS, LAYERS]  # forward and backward
+    attention = "overtone::spectral_attention_qkvpacked"
+    assert calls[attention] == calls[f"{attention}_backward"] == LAYERS
 
 
 def test_the_trace_sees_a_wait(monkeypatch):
