@@ -7,6 +7,7 @@ the fused op takes. `after` sees O itself: methods that have one cost one more p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ class HeadMethod(nn.Module):
         """query, key and value of the op, gain [H] and addend [B, H, N, D] of its heads."""
         return qkv, None, None
 
-    def after(self, heads: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+    def after(self, heads: Tensor, value: Tensor, tokens: Any) -> Tensor:
         """What O [B, H, N, D] becomes; `value` are the tokens' own, `tokens` [B, N, dim] attention's input."""
         return heads
 
@@ -102,7 +103,7 @@ class XSA(HeadMethod):
         super().__init__()
         self.a = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
 
-    def after(self, heads: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+    def after(self, heads: Tensor, value: Tensor, tokens: Any) -> Tensor:
         direction = F.normalize(value, dim=-1)
         shadow = (heads * direction).sum(-1, keepdim=True) * direction
         return heads - self.a.tanh().to(heads.dtype)[:, None, None] * shadow
@@ -117,7 +118,7 @@ class GatedHeads(HeadMethod):
         super().__init__()
         self.gate = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
 
-    def after(self, heads: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+    def after(self, heads: Tensor, value: Tensor, tokens: Any) -> Tensor:
         gate = self.gate(tokens).sigmoid().unflatten(-1, (heads.shape[1], -1)).transpose(1, 2)
         return heads * gate.to(heads.dtype)
 
@@ -136,7 +137,7 @@ class AttInv(HeadMethod):
         self.weights = nn.Linear(dim, 2 * num_heads, device=device, dtype=dtype)
         self.gammas = nn.Parameter(torch.full((2,), 1e-5, device=device, dtype=dtype))
 
-    def after(self, heads: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
+    def after(self, heads: Tensor, value: Tensor, tokens: Any) -> Tensor:
         low, high = self.weights(tokens).transpose(1, 2)[..., None].chunk(2, dim=1)  # [B, H, N, 1]
         squared = F.softplus(high).square()
         gain = 2 * squared / (squared + 0.3678)

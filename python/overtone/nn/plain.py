@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overtone import reference
 from overtone.nn.attention import QKV, SpectralAttention
 from overtone.nn.filters import DeEscalation, FeatScale
-from overtone.nn.head_methods import own_values
+from overtone.nn.head_methods import HeadMethod, own_values
 from overtone.nn.linear import GELUS, Mlp, is_ordinary, is_plain
 from overtone.nn.norms import SignedLayerNorm
 from overtone.spectrum import KINDS, FixedSpectrum, SpectrumModule, folded
@@ -60,7 +60,7 @@ class PlainAttention(SpectralAttention):
     ) -> Any:
         query, key, value = qkv[:3]
         if self.head_method is not None:
-            heads = self._by_method(qkv, values_0, tokens, attn_mask, is_causal)
+            heads = self._by_method(self.head_method, qkv, values_0, tokens, attn_mask, is_causal)
         else:
             heads = self._mixed_heads(query, key, value, attn_mask, is_causal)
         if self.neutreno != 0 and values_0 is not None:
@@ -70,16 +70,18 @@ class PlainAttention(SpectralAttention):
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 
-    def _by_method(self, qkv: QKV, values_0, tokens, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _by_method(
+        self, method: HeadMethod, qkv: QKV, values_0, tokens, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         def attend(given: QKV) -> Tensor:
             return self._attention(*given[:3], attn_mask, is_causal)
 
         own = own_values(qkv)
-        qkv, gain, addend = self.head_method.before(qkv, values_0, attend)
+        qkv, gain, addend = method.before(qkv, values_0, attend)
         heads = attend(qkv)
         heads = heads if gain is None else gain[:, None, None].to(heads.dtype) * heads
         heads = heads if addend is None else heads + addend.to(heads.dtype)
-        return self.head_method.after(heads, own, tokens)
+        return method.after(heads, own, tokens)
 
     def _mixed_heads(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
