@@ -102,7 +102,7 @@ class TestReport:
         with browser.running(tmp_path) as tab:
             tab.open(outcome.report)
             assert (tab.requests(), tab.complaints()) == ([], [])
-            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 7 + 1 + 1
+            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 6 + 1 + 1
             tab.open(outcome.report, width=390)
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -188,7 +188,7 @@ class TestComparisons:
         (deep,) = outcome.results.select("depth", "pre-norm", depth=4)
         assert depth["pre-norm"][1] == MeanStd.of([100 * deep["accuracy"]])
         blocks = tables["depth-blocks"]
-        assert len(blocks.rows) == 5 * 2 * 4 and len(blocks.columns) == 3 + len(BLOCK_METRICS)
+        assert len(blocks.rows) == 8 * 2 * 4 + 3 * 8 and len(blocks.columns) == 3 + len(BLOCK_METRICS)
 
     def test_v_stays_well_conditioned(self, outcome):
         limit = PLAN.config.model.condition_limit

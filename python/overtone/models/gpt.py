@@ -108,7 +108,8 @@ class GPT(Transformer):
     ) -> Tensor:
         """The prompt and what the model writes after it, [B, N + max_new_tokens], int64.
 
-        Runs in eval mode. Models with a spectrum are faster after `ot.spectrum.fold`, which multiplies it out once.
+        Runs in eval mode. On the CPU write with `ot.spectrum.fold(model)`: for single tokens PyTorch's own operations
+        are faster than ours, and a spectrum is then multiplied out once.
 
         Args:
             prompt: [B, N] tokens, N ≥ 1.

@@ -32,6 +32,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cifar10": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
     "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
 }  # fmt: skip
+# What the comparison of depths has instead, chosen there at 24 layers for all of its variants together.
+DEPTH_RECIPES: dict[str, dict[str, Any]] = {"digits": {"learning_rate": 1e-3}}
+# The factor by which the deepest models' learning rate is raised, to see what else would train.
+FASTER = 2
 QUICK = {"dim": 32, "num_heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "warmup_epochs": 0.5}
 
 # β of mimetic initialization: the usual one, and the size at which the spectra of the digits' recipe start.
@@ -163,13 +167,16 @@ class Plan:
         return self.config.replace(regime=regime, bounded="sharpen" in regime)
 
     def _depth(self) -> list[tuple[str, TrainConfig]]:
-        """Post-norm, post-norm with de-escalation, pre-norm."""
-        post = self.config.replace(norm="post")
-        variants = {"post-norm": post} | {
-            f"post-norm, τ = {tau:g}": post.replace(method="de_escalation", strength=tau) for tau in TAUS
-        }
-        variants["pre-norm"] = self.config
-        return [(name, config.replace(depth=depth)) for depth in self.depths for name, config in variants.items()]
+        """Post-norm, de-escalated post-norm, pre-norm; other strengths and learning rates for the deepest only."""
+        pre = self.config.replace(**DEPTH_RECIPES.get(self.config.data.name, {}))
+        post = pre.replace(norm="post")
+        strengths = {f"post-norm, τ = {tau:g}": post.replace(method="de_escalation", strength=tau) for tau in TAUS}
+        main = {"post-norm": post, "post-norm, τ = 1": strengths["post-norm, τ = 1"], "pre-norm": pre}
+        rate = FASTER * pre.optim.learning_rate
+        faster = {f"{name}, {FASTER} × rate": config.replace(learning_rate=rate) for name, config in main.items()}
+        found = [(name, config.replace(depth=depth)) for depth in self.depths for name, config in main.items()]
+        others = {name: config for name, config in strengths.items() if name not in main} | faster
+        return found + [(name, config.replace(depth=self.depths[-1])) for name, config in others.items()]
 
     def _kinds(self) -> list[tuple[str, TrainConfig]]:
         """V Λ V⁻¹ beside V Λ Vᵀ, and layers of different regimes."""
