@@ -125,10 +125,14 @@ def test_settings_of_images_are_refused():
     assert TrainConfig.from_dict(json.loads(TINY.to_json())) == TINY
 
 
+def train_all(folder: Path) -> None:
+    train(TINY, folder, progress=False)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("text") / "run"
-    train(TINY, folder, progress=False)
+    runs.run_well(train_all, folder)
     return folder
 
 

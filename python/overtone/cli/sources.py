@@ -192,7 +192,8 @@ def _load_run(folder: str) -> Source:
     except TrainingError as error:
         raise SourceError(str(error)) from error
     if not hasattr(info, "classes"):
-        return Source(model, Words(model.config.vocab_size, model.config.context_length), "trained weights", _test_text(folder, config))
+        takes_words = Words(model.config.vocab_size, model.config.context_length)
+        return Source(model, takes_words, "trained weights", _test_text(folder, config))
     size = config.data.image_size
     assert size is not None  # TrainConfig has set it
 

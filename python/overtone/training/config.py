@@ -224,7 +224,8 @@ def renamed_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 def settings() -> dict[str, Setting]:
     """Every setting of every group, by name."""
     found: dict[str, Setting] = {}
-    for group in (DataConfig, *MODELS, OptimConfig, RunConfig):
+    groups: tuple[Any, ...] = (DataConfig, *MODELS, OptimConfig, RunConfig)
+    for group in groups:
         hints = typing.get_type_hints(group)
         for field in dataclasses.fields(group):
             if group in MODELS and (field.name not in _MODEL_HELP or field.name in found):

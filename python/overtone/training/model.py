@@ -21,11 +21,10 @@ def build_model(config: TrainConfig, info: DataInfo | TextInfo) -> Any:
     with torch.random.fork_rng([]):
         torch.manual_seed(config.run.seed)
         try:
+            wanted: Any = config.model
             if isinstance(info, TextInfo):
-                return models.GPT(config.model.replace(vocab_size=BYTES))
-            return models.VisionTransformer(
-                config.model.replace(in_channels=info.channels, num_classes=len(info.classes))
-            )
+                return models.GPT(wanted.replace(vocab_size=BYTES))
+            return models.VisionTransformer(wanted.replace(in_channels=info.channels, num_classes=len(info.classes)))
         except ValueError as error:
             raise ConfigError(one_line(error)) from None
 

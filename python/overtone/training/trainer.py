@@ -167,7 +167,7 @@ class Trainer:
         checkpoint.write_text(self.folder / CONFIG, self.config.to_json())
         checkpoint.write_text(self.folder / identity.LIST, self.images.listed)
         if progress:
-            train, test = self.data.train.size, self.data.test.size
+            train, test = self.data.train.total, self.data.test.total
             print(f"data: {train} training and {test} test {self.data.info.unit} ({self.data.origin})", file=sys.stderr)
 
     def _epoch(self, epoch: int) -> None:

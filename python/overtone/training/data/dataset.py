@@ -26,7 +26,9 @@ class Batch(NamedTuple):
 class Dataset(Protocol):
     """Samples that may stay on disk until they are asked for."""
 
-    size: int  # in the data's unit, images or bytes
+    @property
+    def total(self) -> int:
+        """In the data's unit, images or bytes."""
 
     def __len__(self) -> int: ...
 
@@ -62,7 +64,7 @@ class ImageSet:
         return len(self.labels)
 
     @property
-    def size(self) -> int:
+    def total(self) -> int:
         return len(self.labels)
 
     def in_epoch(self, seed: int, epoch: int) -> ImageSet:
@@ -96,7 +98,9 @@ class DataInfo(NamedTuple):
     mean: list[float]  # per channel, of pixels in [0, 1]
     std: list[float]
 
-    unit = "images"
+    @property
+    def unit(self) -> str:
+        return "images"
 
     def prepare(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         return self.normalize(inputs, dtype)

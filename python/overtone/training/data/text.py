@@ -29,7 +29,9 @@ class TextInfo(NamedTuple):
 
     source: str
 
-    unit = "bytes"
+    @property
+    def unit(self) -> str:
+        return "bytes"
 
     def prepare(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         return inputs.long()
@@ -44,7 +46,7 @@ class TextSet:
 
     def __init__(self, text: Tensor, context: int, name: str, offset: int = 0, leave: int = 0) -> None:
         self.text, self.context, self.name, self.offset, self.leave = text, context, name, offset, leave
-        self.size = len(text)
+        self.total = len(text)
 
     def __len__(self) -> int:
         return max(0, (len(self.text) - 1 - self.leave) // self.context)
@@ -114,8 +116,8 @@ def _from_files(place: Path, config: TrainConfig) -> tuple[Tensor, Tensor, str]:
     if not files:
         raise DataError(f"text: {place} has no text: wanted *.txt, or {', '.join(WIKITEXT.values())}")
     parts = [_cut(_read(path), 1 - TEST_SHARE) for path in files]
-    train, test = (torch.cat(texts) for texts in zip(*parts, strict=True))
-    return train, test, f"{len(files)} files of {place}; the last {TEST_SHARE:.0%} of each are test text"
+    starts, ends = (torch.cat(texts) for texts in zip(*parts, strict=True))
+    return starts, ends, f"{len(files)} files of {place}; the last {TEST_SHARE:.0%} of each are test text"
 
 
 def _cut(text: Tensor, share: float) -> tuple[Tensor, Tensor]:
