@@ -23,7 +23,7 @@ DEPTHS = (6, 12, 24)
 TAUS = (0.1, 0.5, 1.0)
 
 # Per data set: what differs from TrainConfig's defaults. Chosen on a validation split of the training images
-# (evaluate_on="validation"), by the runs that docs/guides/study.md lists; no test image was looked at.
+# (overtone train --evaluate-on validation); no test image was looked at.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
         "dim": 48, "num_heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3,
