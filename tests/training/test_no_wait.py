@@ -12,79 +12,99 @@ from pathlib import Path
 import pytest
 import torch
 from support import runs
+from support.tracing import Trace, fake_gpu, without_numbers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from overtone.training import TrainConfig
+from overtone.ops import basis
+from overtone.training import DivergedError, TrainConfig
 from overtone.training.distributed import Distributed
 from overtone.training.metrics import FiniteGuard, MetricSums, PendingLook
 from overtone.training.optim import EMA, build_optimizer
 from overtone.training.run_folder import identified_data
 from overtone.training.trainer import Trainer
 
-IMAGES = runs.TINY.replace(regime="free", shift=1, flip=True, crop=0.5)
+IMAGES = runs.TINY.replace(shift=1, flip=True, crop=0.5)
 TEXT = TrainConfig(
     data="text", train_fraction=0.01, dim=16, num_heads=2, depth=2, context_length=16, batch_size=16, ema=0.9,
     grad_accumulation=2, drop_path=0.1, tensorboard=False,
 )  # fmt: skip
 
 
-class Record(TorchDispatchMode):
-    """The names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
+def on_fake_device(trainer: Trainer, mode: FakeTensorMode) -> None:
+    """All of a trainer's state becomes fake, inside `fake_gpu`."""
+    without_numbers(trainer.model)
+    trainer.optimizer = build_optimizer(trainer.model, trainer.config.optim)
+    trainer.guard = FiniteGuard(trainer.optimizer, trainer.device)
+    trainer.ema = EMA(trainer.model, trainer.config.optim.ema)
+    trainer.sums = MetricSums(trainer.config.model.depth, trainer.device)
+    trainer.distributed.to_device = mode.from_tensor  # type: ignore[method-assign]
 
 
-def on_fake_device(config: TrainConfig, folder: Path, mode: FakeTensorMode) -> Trainer:
-    """A trainer all of whose state is fake."""
-    distributed = Distributed(config)
-    trainer = Trainer(config, folder, distributed, *identified_data(folder, config, None))
-    with mode:
-        for module in trainer.model.modules():
-            for name, value in module._parameters.items():
-                if value is not None:
-                    module._parameters[name] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype))
-        trainer.optimizer = build_optimizer(trainer.model, config.optim)
-        trainer.guard = FiniteGuard(trainer.optimizer, trainer.device)
-        trainer.ema = EMA(trainer.model, config.optim.ema)
-        trainer.sums = MetricSums(config.model.depth, trainer.device)
-    distributed.to_device = mode.from_tensor  # type: ignore[method-assign]
-    return trainer
+def trainer_of(config: TrainConfig, folder: Path) -> Trainer:
+    return Trainer(config, folder, Distributed(config), *identified_data(folder, config, None))
 
 
-@pytest.mark.parametrize(("config", "precision"), [(IMAGES, "float32"), (IMAGES, "bfloat16"), (TEXT, "float32")])
-def test_a_step_on_fake_tensors(tmp_path, config, precision):
-    mode = FakeTensorMode()
-    trainer = on_fake_device(config.replace(precision=precision), tmp_path, mode)
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (IMAGES, {"regime": "free"}),
+        (IMAGES, {}),
+        (IMAGES, {"kind": "general", "precision": "bfloat16", "grad_checkpointing": True}),
+        (TEXT, {"regime": "sharpen,free"}),
+    ],
+    ids=["free", "symmetric", "general bf16", "text"],
+)
+def test_a_step_never_waits(monkeypatch, tmp_path, config, changes):
+    trainer = trainer_of(config.replace(**changes), tmp_path)
     batches = [list(batch) for batch in trainer._batches(0)]
     parts = list(trainer.data.train.batches(part for batch in batches[:2] for part in batch))
-    with mode, Record() as record:
-        for step in range(2):
-            trainer._step(0, batches[step], iter(parts[2 * step : 2 * step + 2]))
-            trainer.step += 1
-            look = PendingLook(trainer.sums, trainer.guard, trainer.distributed)
+    with fake_gpu(monkeypatch) as mode:
+        on_fake_device(trainer, mode)
+        with Trace() as trace:
+            for step in range(2):
+                trainer._step(0, batches[step], iter(parts[2 * step : 2 * step + 2]))
+                trainer.step += 1
+            look = PendingLook(trainer.sums, trainer.guard, trainer.model, trainer.distributed)
     assert isinstance(look._values, FakeTensor)
-    assert record.names.count("aten::_fused_adamw_") >= 2  # the updates are in the record
+    assert trace.calls["aten::_fused_adamw_"] == 4  # two groups in two steps: the updates are in the trace
     waits = {"aten::_local_scalar_dense", "aten::equal", "aten::item", "aten::nonzero", "aten::lift_fresh"}
-    assert not waits & set(record.names)
+    assert not waits & trace.calls.keys()
 
 
-def test_the_check_sees_a_wait(tmp_path, monkeypatch):
-    mode = FakeTensorMode()
-    trainer = on_fake_device(TEXT, tmp_path, mode)
+def test_the_trace_sees_a_wait(monkeypatch, tmp_path):
+    """The trainer as it would be if it looked at the norm of every gradient."""
+    trainer = trainer_of(TEXT, tmp_path)
     batch = list(trainer._batches(0)[0])
     parts = list(trainer.data.train.batches(batch))
     watch = FiniteGuard.watch
     monkeypatch.setattr(FiniteGuard, "watch", lambda self, step, norm, loss: watch(self, norm.item(), norm, loss))
-    with mode, pytest.raises(Exception, match="_local_scalar_dense"):
+    with fake_gpu(monkeypatch) as mode, pytest.raises(DataDependentOutputException):
+        on_fake_device(trainer, mode)
         trainer._step(0, batch, iter(parts))
+
+
+@pytest.mark.parametrize("what", [float("nan"), 0.0])
+def test_a_bad_basis_is_named_at_the_next_look(monkeypatch, tmp_path, what):
+    """As on a GPU, where nothing raises before: the weights stay as they are, and the error says which layer."""
+    monkeypatch.setattr(basis, "_looked_up", lambda matrix, cache: "")
+    monkeypatch.setattr(basis, "select", lambda op, *_: "cuda")
+    trainer = trainer_of(runs.TINY, tmp_path)
+    trainer.look_steps = 10
+    step = Trainer._step
+
+    def poisoned(self, *arguments):
+        if self.step == 1:
+            with torch.no_grad():
+                self.model.blocks[0].attn.spectrum.basis[:, 2] = what
+            self.before = self.model.head.weight.detach().clone()
+        step(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "_step", poisoned)
+    trainer.config = trainer.config.replace(checkpoint_steps=0)
+    with pytest.raises(DivergedError, match=r"stopped at step 1 of 8: .* blocks.0.attn.spectrum: basis is singular or"):
+        trainer.run(progress=False)
+    assert torch.equal(trainer.model.head.weight, trainer.before)
 
 
 def test_the_guard_freezes_the_weights_and_names_the_first_step():

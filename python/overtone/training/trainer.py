@@ -237,7 +237,7 @@ class Trainer:
         """
         if not wait and self.step % self.look_steps:
             return None
-        before, self.pending = self.pending, PendingLook(self.sums, self.guard, self.distributed)
+        before, self.pending = self.pending, PendingLook(self.sums, self.guard, self.model, self.distributed)
         if wait:
             before, self.pending = self.pending, None
         if before is None:
@@ -247,8 +247,9 @@ class Trainer:
         return look.metrics
 
     def _check_metrics(self, look: Look) -> None:
-        if look.bad_gradient is not None:
-            raise self._diverged("the gradient is not finite", look.bad_gradient, look.metrics.loss)
+        if look.bad_gradient is not None or look.bad_basis is not None:
+            step = self.step if look.bad_gradient is None else look.bad_gradient
+            raise self._diverged(look.bad_basis or "the gradient is not finite", step, look.metrics.loss)
         if look.bad_loss is not None or not math.isfinite(look.metrics.loss):
             step = self.step if look.bad_loss is None else look.bad_loss
             raise self._diverged("the gradient is still finite", step, look.metrics.loss)
