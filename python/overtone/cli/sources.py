@@ -332,7 +332,7 @@ def _read(takes: Images, path: Path, pillow: Any) -> Tensor:
         with pillow.open(path) as file:
             image = in_bytes(file, takes.channels)
     except Exception as error:  # Pillow has no one error for files that are broken, or far too large
-        raise SourceError(f"{path}: not a readable image: {first_line(error)}; mend or remove it") from error
+        raise SourceError(f"cannot read image {path}: {first_line(error)}; fix or remove it") from error
     scale = max(takes.width / image.width, takes.height / image.height)
     size = (max(takes.width, round(image.width * scale)), max(takes.height, round(image.height * scale)))
     image = image.resize(size, pillow.Resampling.BICUBIC)
