@@ -177,7 +177,7 @@ class TestComparisons:
         folders = {run.folder_name for run in runs}
         assert {path.name for path in (outcome.report.parent / "runs").iterdir()} == folders
         shared = [run for run in runs if run.folder_name == PLAN.runs_of("regimes")[0].folder_name]
-        assert {run.part for run in shared} == {"regimes", "kinds", "methods"}
+        assert {run.part for run in shared} == {"regimes", "depth", "kinds", "methods"}
         assert len({outcome.results.runs[run]["accuracy"] for run in shared}) == 1
 
     def test_every_variant_is_in_its_table(self, outcome):
