@@ -27,9 +27,9 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
     "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
     "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
-    # Products of halves are torch's: it has instructions for them.
-    "linear": {"cpu": (torch.float32, torch.float64)},
-    "mlp": {"cpu": (torch.float32, torch.float64)},
+    "linear": {"cpu": FLOATS},
+    "mlp": {"cpu": FLOATS},
+    "rounded_layer_norm": {"cpu": (torch.float32,)},
     "eig": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
     "eigh": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
     "qr": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},

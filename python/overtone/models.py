@@ -19,8 +19,8 @@ from overtone import _validate as validate
 from overtone._deprecated import accepts_renamed, renamed_value
 from overtone.nn.attention import REGIMES, SpectralAttention, evaluate_spectra
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
-from overtone.nn.linear import Mlp
-from overtone.nn.norms import SignedLayerNorm
+from overtone.nn.linear import Mlp, is_plain
+from overtone.nn.norms import SignedLayerNorm, normalize_for_products
 from overtone.ops.frequency import frequency_norms
 from overtone.spectrum import KINDS, BasisCache
 from overtone.types import FrequencyNorms, Spectrum
@@ -187,30 +187,39 @@ class Block(nn.Module):
         x, norms = self._attend(x, spectrum, values_0, return_norms)
         if self.post_norm:
             x = self.norm1(x)
-            x = self.norm2(x + self._drop_path(self.mlp(x)))
+            x = self.norm2(self._apply_mlp(x, x))
         else:
-            x = x + self._drop_path(self.mlp(self.norm2(x)))
+            x = self._apply_mlp(normalize_for_products(self.norm2, x), x)
         return (x if self.filter is None else self.filter(x)), norms
+
+    def _apply_mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual is added inside where nobody else wants to see the MLP's own result."""
+        if self._drops_path() or not is_plain(self.mlp, Mlp):
+            return residual + self._drop_path(self.mlp(x))
+        return self.mlp(x, residual)
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What attention sees of the block's input."""
-        return x if self.post_norm else self.norm1(x)
+        return x if self.post_norm else normalize_for_products(self.norm1, x)
 
     def _attend(
         self, x: Tensor, spectrum: Spectrum | None, values_0: Tensor | None, return_norms: bool
     ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
         options = {"spectrum": spectrum, "values_0": values_0}
-        if self.training and self.drop_path > 0:
+        if self._drops_path():
             x = x + self._drop_path(self.attn(inputs, **options))
             return x, frequency_norms(x) if return_norms else None
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
 
+    def _drops_path(self) -> bool:
+        return self.training and self.drop_path > 0
+
     def _drop_path(self, update: Tensor) -> Tensor:
         """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
-        if not self.training or self.drop_path == 0:
+        if not self._drops_path():
             return update
         kept = 1 - self.drop_path
         mask = update.new_empty(update.shape[0], *(1,) * (update.dim() - 1)).bernoulli_(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from overtone.ops.basis import BasisCache
 from support import cuda_emulator as host_cuda_kernels
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
+# With instructions for products of bfloat16: the machine's own where it has them, and everywhere the same in C++.
+BF16_LEVELS = ("avx512_bf16", "amx", "avx512_bf16_emulated", "amx_emulated")
 
 
 @pytest.fixture
@@ -27,18 +30,28 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.fixture(params=ISA_LEVELS)
-def isa_level(request) -> str:
-    """Runs the test once per instruction set; `last_kernel()` of the extension then tells which one really ran."""
+def _at_level(level: str) -> Iterator[str]:
     native = _extension.native
     if native is None:
         pytest.skip(f"no CPU kernels: {_extension.why_missing}")
-    if request.param not in native.available_isas():
-        pytest.skip(f"this machine has no {request.param}")
+    if not level.endswith("emulated") and level not in native.available_isas():
+        pytest.skip(f"this machine has no {level}")
     before = native.isa()
-    native.set_isa(request.param)
-    yield request.param
+    native.set_isa(level)
+    yield level
     native.set_isa(before)
+
+
+@pytest.fixture(params=ISA_LEVELS)
+def isa_level(request) -> Iterator[str]:
+    """Runs the test once per instruction set; `last_kernel()` of the extension then tells which one really ran."""
+    yield from _at_level(request.param)
+
+
+@pytest.fixture(params=BF16_LEVELS)
+def bf16_level(request) -> Iterator[str]:
+    """The same for those that multiply bfloat16."""
+    yield from _at_level(request.param)
 
 
 @pytest.fixture

@@ -76,13 +76,14 @@ OVERTONE_INLINE void store_pair(Vector<float> first, Vector<float> second, BFloa
   std::memcpy(static_cast<void*>(out), &pair, sizeof pair);
 }
 
-// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each. With scales, which may be null.
+// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each, of which the first `written` are
+// filled. With scales, which may be null.
 struct PairScales {
   const float* rows = nullptr;
   const float* columns = nullptr;
 };
 inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, PairScales scales,
-                           BFloat16* out, int64_t depth_tiles) {
+                           BFloat16* out, int64_t depth_tiles, int64_t written) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=](auto element) {
     using T = decltype(element);
@@ -91,7 +92,7 @@ inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t c
       const Vector<float> column_scale =
           scales.columns == nullptr || count == 0 ? broadcast(1.0F) : load(scales.columns + column, 1, count);
       BFloat16* tiles = out + column / kTileSize * depth_tiles * kTileElements + column % kTileSize * 2;
-      for (int64_t k = 0; k < depth_tiles * kTileDepth; k += kSize) {
+      for (int64_t k = 0; k < written * kTileDepth; k += kSize) {
         Vector<float> block[kSize];
         load_rows<T>(source, k, column, depth, columns, block);
         if (scales.rows != nullptr || scales.columns != nullptr) {
@@ -107,6 +108,11 @@ inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t c
       }
     }
   });
+}
+
+inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, PairScales scales,
+                           BFloat16* out, int64_t depth_tiles) {
+  pack_row_pairs(source, depth, columns, scales, out, depth_tiles, depth_tiles);
 }
 
 // The numbers (row, 2·word) and (row, 2·word + 1) of kLanes words, as they lie in a pair; zeros outside of `width`.

@@ -74,14 +74,15 @@ def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """fc2(GELU(fc1(x))), in one op."""
+    """fc2(GELU(fc1(x))), in one op; plus `residual` where given."""
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias):
-            return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return self.fc2(F.gelu(self.fc1(x)))
+            return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, residual=residual)
+        y = self.fc2(F.gelu(self.fc1(x)))
+        return y if residual is None else residual + y

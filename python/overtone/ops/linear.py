@@ -23,65 +23,113 @@ __all__ = ["linear", "mlp"]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x Wᵀ + b, as torch.nn.functional.linear.
 
-    Under autocast, and where `use_backend` names one that has no linear layers, it is PyTorch's.
+    Under autocast x is cast to autocast's dtype, as PyTorch does; the kernels cast the weight while they pack it. Where
+    `use_backend` names a backend that has no linear layers, they are PyTorch's.
 
     Args:
         x: [..., N, C], any strides.
-        weight, bias: [E, C] and [E] or None, in x's dtype.
-        backend: "reference", "cpu" (float32 and float64), or None to choose.
+        weight, bias: [E, C] and [E] or None, in x's dtype or, with bfloat16 and float16, in float32. Their gradients
+            have their dtypes.
+        backend: "reference", "cpu", or None to choose.
 
     Returns:
-        y [..., N, E], differentiable in every argument.
+        y [..., N, E] in x's dtype, differentiable in every argument.
     """
-    if not _has_kernels("linear", x, backend):
+    inputs = autocast(x)
+    if not _has_kernels("linear", inputs, backend):
         return reference.linear(x, weight, bias)
-    x = validate.tokens("linear", "x", x)
-    weight = validate.matching("linear", "weight", weight, ("E", x.shape[-1]), x)
+    x = validate.tokens("linear", "x", inputs)
+    weight = validate.matching("linear", "weight", _like(x, weight), ("E", x.shape[-1]), x, wide=True)
     if bias is not None:
-        bias = validate.matching("linear", "bias", bias, (weight.shape[0],), x).contiguous()
+        bias = validate.matching("linear", "bias", _like(x, bias), (weight.shape[0],), x, wide=True).contiguous()
     if 0 in weight.shape or select("linear", backend, x) == "reference":
-        return reference.linear(x, weight, bias)
-    y = torch.ops.overtone.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return _reference_linear(x, weight, bias)
+    y = registry.call("linear", x.reshape(-1, x.shape[-1]), weight, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *, backend: str | None = None) -> Tensor:
-    """GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, the MLP of a Transformer's block, in one op.
+def mlp(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    *,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """residual + GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, the MLP of a Transformer's block, in one op.
 
-    Under autocast, and where `use_backend` names one that has no linear layers, it is PyTorch's.
+    Autocast and `use_backend` have the say that they have in `linear`.
 
     Args:
         x: [..., N, C], any strides.
-        w1, b1: [H, C] and [H], as in nn.Linear; everything in x's dtype.
+        w1, b1: [H, C] and [H], as in nn.Linear; in x's dtype or, with bfloat16 and float16, in float32.
         w2, b2: [E, H] and [E].
-        backend: "reference", "cpu" (float32 and float64), or None to choose.
+        residual: [..., N, E] or None, in x's dtype or float32: the sum is not rounded before it is added.
+        backend: "reference", "cpu", or None to choose.
 
     Returns:
-        y [..., N, E], differentiable in every argument.
+        y [..., N, E] in x's dtype, or in that of the residual; differentiable in every argument.
     """
-    if not _has_kernels("mlp", x, backend):
-        return reference.mlp(x, w1, b1, w2, b2)
-    x = validate.tokens("mlp", "x", x)
-    w1 = validate.matching("mlp", "w1", w1, ("H", x.shape[-1]), x)
-    b1 = validate.matching("mlp", "b1", b1, (w1.shape[0],), x).contiguous()
-    w2 = validate.matching("mlp", "w2", w2, ("E", w1.shape[0]), x)
-    b2 = validate.matching("mlp", "b2", b2, (w2.shape[0],), x).contiguous()
+    inputs = autocast(x)
+    if not _has_kernels("mlp", inputs, backend):
+        y = reference.mlp(x, w1, b1, w2, b2)
+        return y if residual is None else residual + y
+    x = validate.tokens("mlp", "x", inputs)
+    w1 = validate.matching("mlp", "w1", _like(x, w1), ("H", x.shape[-1]), x, wide=True)
+    b1 = validate.matching("mlp", "b1", _like(x, b1), (w1.shape[0],), x, wide=True).contiguous()
+    w2 = validate.matching("mlp", "w2", _like(x, w2), ("E", w1.shape[0]), x, wide=True)
+    b2 = validate.matching("mlp", "b2", _like(x, b2), (w2.shape[0],), x, wide=True).contiguous()
+    if residual is not None:
+        shape = (*x.shape[:-1], w2.shape[0])
+        residual = validate.matching("mlp", "residual", _like(x, residual), shape, x, wide=True)
     if 0 in (*w1.shape, w2.shape[0]) or select("mlp", backend, x) == "reference":
-        return reference.mlp(x, w1, b1, w2, b2)
-    need_backward = transforms.needs_gradient(x, w1, b1, w2, b2)
-    y, _ = torch.ops.overtone.mlp(x.reshape(-1, x.shape[-1]), w1, b1, w2, b2, need_backward)
+        return _reference_mlp(x, w1, b1, w2, b2, residual)
+    need_backward = transforms.needs_gradient(x, w1, b1, w2, b2, residual)
+    flat_residual = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    y, _ = registry.call("mlp", x.reshape(-1, x.shape[-1]), w1, b1, w2, b2, flat_residual, need_backward)
     return y.reshape(*x.shape[:-1], w2.shape[0])
 
 
+def autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on; float64 stays, as in autocast itself."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _like(x: Tensor, tensor: Tensor) -> Tensor:
+    """Under autocast a parameter of another half in x's dtype, as autocast would cast it."""
+    if isinstance(tensor, Tensor) and tensor.dtype not in (x.dtype, torch.float32) and autocast(tensor) is not tensor:
+        return tensor.to(x.dtype)
+    return tensor
+
+
 def _has_kernels(op: str, x: Tensor, backend: str | None) -> bool:
-    """Whether these ops have a say at all: autocast chooses the dtypes of products, and a backend that is forced for
-    other ops' sake leaves them to PyTorch."""
+    """Whether these ops have a say at all: elsewhere than on the CPU autocast casts what PyTorch's products take, and a
+    backend that is forced for other ops' sake leaves them to PyTorch."""
     if backend is not None:
         return True
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "cpu" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return False
     return forced_backend() in (None, *KERNELS[op])
+
+
+def _reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The op's contract on the reference: parameters may be wider than x."""
+    return reference.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _reference_mlp(
+    x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, residual: Tensor | None
+) -> Tensor:
+    y = reference.mlp(x, *(weight.to(x.dtype) for weight in (w1, b1, w2, b2)))
+    return y if residual is None else residual + y
 
 
 def _fake_linear(x, weight, bias):
@@ -90,25 +138,30 @@ def _fake_linear(x, weight, bias):
 
 def _fake_linear_backward(grad_y, x, weight, need_x, need_weight):
     shapes = (weight.shape, weight.shape[:1])
-    return x.new_empty(x.shape if need_x else (0,)), *(x.new_empty(s if need_weight else (0,)) for s in shapes)
+    return x.new_empty(x.shape if need_x else (0,)), *(weight.new_empty(s if need_weight else (0,)) for s in shapes)
 
 
 # Elements of a cache line, of which rows of h are a multiple.
 _LINE = 16
 
 
-def _fake_mlp(x, w1, b1, w2, b2, need_backward):
+def _fake_mlp(x, w1, b1, w2, b2, residual, need_backward):
     stride = (w1.shape[0] + _LINE - 1) // _LINE * _LINE
-    return x.new_empty(x.shape[0], w2.shape[0]), x.new_empty((x.shape[0], stride) if need_backward else (0,))
+    y = (x if residual is None else residual).new_empty(x.shape[0], w2.shape[0])
+    return y, x.new_empty((x.shape[0], stride) if need_backward else (0,))
 
 
 def _fake_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights):
     shapes = (w1.shape, w1.shape[:1], w2.shape, w2.shape[:1])
-    return x.new_empty(x.shape if need_x else (0,)), *(x.new_empty(s if need_weights else (0,)) for s in shapes)
+    weights = (w1, w1, w2, w2)
+    return x.new_empty(x.shape if need_x else (0,)), *(
+        weight.new_empty(shape if need_weights else (0,)) for weight, shape in zip(weights, shapes, strict=True)
+    )
 
 
+# Weights, biases, residuals and grad_y are in x's dtype or in that of its sums.
 registry.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", fake=_fake_linear)
-# What is not needed comes back empty; the bias' gradient comes with the weight's.
+# What is not needed comes back empty; the bias' gradient comes with the weight's, in its dtype.
 registry.define(
     "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x, bool need_weight)"
     " -> (Tensor x, Tensor weight, Tensor bias)",
@@ -116,7 +169,8 @@ registry.define(
 )
 # need_backward: whoever wants a gradient must ask for h, which is otherwise empty.
 registry.define(
-    "mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, bool need_backward) -> (Tensor y, Tensor pre)",
+    "mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor? residual, bool need_backward)"
+    " -> (Tensor y, Tensor pre)",
     fake=_fake_mlp,
 )
 registry.define(
@@ -137,11 +191,15 @@ def _linear_backward(ctx, grad_y):
         return None, None, None
     if transforms.open_for(grad_y):
         given = (x, weight) if bias is None else (x, weight, bias)
-        grads = registry.differentiable_gradient(reference.linear, given, (grad_y,))
+        grads = registry.differentiable_gradient(_linear_of, given, (grad_y,))
         return *grads, *(None,) * (3 - len(grads))
     need_x, *need_weight = ctx.needs_input_grad
     grads = torch.ops.overtone.linear_backward(grad_y, x, weight, need_x, any(need_weight))
-    return _wanted(grads, ctx.needs_input_grad)
+    return _wanted(grads, (x, weight, bias), ctx.needs_input_grad)
+
+
+def _linear_of(x, weight, bias=None):
+    return _reference_linear(x, weight, bias)
 
 
 def _save_mlp(ctx, inputs, output) -> None:
@@ -153,24 +211,29 @@ def _save_mlp(ctx, inputs, output) -> None:
 def _mlp_backward(ctx, grad_y, _grad_pre):
     *given, pre = ctx.saved_tensors
     if grad_y is None:
-        return (None,) * 6
+        return (None,) * 7
+    grad_residual = grad_y if ctx.needs_input_grad[5] else None
     if transforms.open_for(grad_y):
-        return *registry.differentiable_gradient(reference.mlp, tuple(given), (grad_y,)), None
+        grads = registry.differentiable_gradient(lambda *args: _reference_mlp(*args, None), tuple(given), (grad_y.to(given[0].dtype),))
+        return *grads, grad_residual, None
     x, w1, _, w2, _ = given
     need_x, *need_weights = ctx.needs_input_grad[:5]
     grads = torch.ops.overtone.mlp_backward(grad_y, x, w1, w2, pre, need_x, any(need_weights))
-    return *_wanted(grads, ctx.needs_input_grad[:5]), None
+    return *_wanted(grads, given, ctx.needs_input_grad[:5]), grad_residual, None
 
 
-def _wanted(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+def _wanted(grads: tuple[Tensor, ...], given: tuple, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """A bias' gradient comes in the weight's dtype."""
+    return tuple(
+        grad.to(of.dtype) if need else None for grad, of, need in zip(grads, given, needs, strict=True)
+    )
 
 
 registry.differentiable(
     "linear",
     setup=_save_linear,
     backward=_linear_backward,
-    reference=reference.linear,
+    reference=_reference_linear,
     batched=(0,),
     merges=True,
     contiguous=(2,),
@@ -179,8 +242,8 @@ registry.differentiable(
     "mlp",
     setup=_save_mlp,
     backward=_mlp_backward,
-    reference=lambda x, w1, b1, w2, b2, _: (reference.mlp(x, w1, b1, w2, b2), x.new_empty(0)),
-    batched=(0,),
+    reference=lambda *args: (_reference_mlp(*args[:6]), args[0].new_empty(0)),
+    batched=(0, 5),
     merges=True,
     contiguous=(2, 4),
 )
