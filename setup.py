@@ -35,7 +35,7 @@ VECTOR_ISAS = ("baseline", "avx2", "avx512")
 BF16_ISAS = ("avx512_bf16", "amx", "avx512_bf16_emulated", "amx_emulated")
 KERNELS = {
     "attention/kernels.h": VECTOR_ISAS,
-    "attention/amx_kernels.h": ("amx", "amx_emulated"),
+    "attention/bf16_kernels.h": BF16_ISAS,
     "frequency/kernels.h": VECTOR_ISAS,
     "layer_norm/kernels.h": VECTOR_ISAS,
     "linear/kernels.h": VECTOR_ISAS,

@@ -8,6 +8,9 @@
 
 #include "cpu/bench/thread_latency.h"
 #include "cpu/isa/isa.h"
+#if defined(OVERTONE_WITH_CUDA)
+#include "cuda/linalg/limit.h"
+#endif
 
 #define OVERTONE_STRINGIFY_(x) #x
 #define OVERTONE_STRINGIFY(x) OVERTONE_STRINGIFY_(x)
@@ -57,6 +60,8 @@ PYBIND11_MODULE(_C, m) {
         "Seconds that a cache line takes from one of torch's threads to another and back; nan if there is no other.");
 #if defined(OVERTONE_WITH_CUDA)
   m.attr("has_cuda") = true;
+  m.def("cuda_limit", &overtone::cuda::cuda_limit, pybind11::arg("op"), pybind11::arg("dtype"), pybind11::arg("device"),
+        "The most rows or columns that the CUDA kernels of eigh, eig or qr take on a device (-1: the current one).");
 #endif
   m.def("build_info", &build_info, "How this extension was built.");
 }

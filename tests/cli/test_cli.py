@@ -105,8 +105,8 @@ def test_info_says_how_the_extension_was_built(capsys, cpu_kernels):
 
 
 def test_info_without_the_extension_says_why(capsys, monkeypatch):
-    monkeypatch.setattr(_extension, "native", None)
-    monkeypatch.setattr(_extension, "why_missing", "it was left out")
+    monkeypatch.setattr(_extension, "module", None)
+    monkeypatch.setattr(_extension, "load_error", "it was left out")
     text = run(capsys, "info")
     assert "missing" in text
     assert "not available: it was left out" in text
@@ -117,3 +117,15 @@ def test_info_as_text_names_every_backend_and_op(capsys):
     for status in ot.backends().values():
         assert status.detail in text
     assert "frequency_filter" in text
+
+
+def test_old_spellings_of_flags_work_with_a_warning(capsys):
+    arguments = cli.parser().parse_args(["kernels", "--model", "--every", "7"])
+    assert arguments.cost and arguments.sample_every == 7
+    error = capsys.readouterr().err.splitlines()
+    assert error == [
+        "overtone kernels: --model is deprecated, use --cost",
+        "overtone kernels: --every is deprecated, use --sample-every",
+    ]
+    arguments = cli.parser().parse_args(["kernels", "--cost"])
+    assert arguments.cost and arguments.sample_every == 1 and not capsys.readouterr().err

@@ -14,7 +14,7 @@ from support import nvcc
 
 from overtone.cli import kernels as command
 from overtone.tools import cuda_aot as aot
-from overtone.tools.cuda_launches import largest, path, shipped
+from overtone.tools.cuda_aot import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = ROOT / "tests" / "cuda" / "budget.csv"
@@ -91,13 +91,15 @@ def test_launches_are_those_of_the_kernels(host_cuda, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("op", ["eigh", "eig"])
-def test_sizes_go_the_way_of_the_kernels(host_cuda, op, dtype):
+def test_the_largest_size_is_the_last_that_has_a_path(host_cuda, op, dtype):
     solver = getattr(host_cuda.module, str(dtype).removeprefix("torch."))
     for limit in (host_cuda.module.SHARED_EVERYWHERE, 163 * 1024, 227 * 1024):
-        for n in range(1, 300):
-            assert getattr(solver, f"{op}_path")(n, limit).name == str(path(op, n, dtype, limit)).lower()
-    assert largest("eig", torch.float32, 163 * 1024) == 240
-    assert largest("eig", torch.float32, host_cuda.module.SHARED_EVERYWHERE) >= 197
+        largest = solver.largest(op, limit)
+        taken = [n for n in range(1, 300) if getattr(solver, f"{op}_path")(n, limit).name != "none"]
+        assert taken == list(range(1, largest + 1))
+    assert host_cuda.module.float32.largest("eig", 163 * 1024) == 240
+    assert host_cuda.module.float32.largest("eig", host_cuda.module.SHARED_EVERYWHERE) >= 197
+    assert solver.largest("qr", host_cuda.module.SHARED_EVERYWHERE) == 32
 
 
 @pytest.mark.slow

@@ -64,7 +64,6 @@ def load_module() -> ModuleType:
 class HostResult(NamedTuple):
     results: tuple[Tensor, ...]
     info: Tensor
-    counts: dict[str, int]
 
 
 class HostCuda:
@@ -73,32 +72,28 @@ class HostCuda:
     `order` is "forward", "reverse" or a seed. Results are NaN before the kernel writes them.
     """
 
-    def __init__(self, module: ModuleType, counts_work: bool = False) -> None:
-        self.module, self.counts_work = module, counts_work
-
-    def counting(self) -> HostCuda:
-        """The same for float32 only, with FLOPs and accesses to shared memory among the counts."""
-        return HostCuda(self.module, counts_work=True)
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
 
     def eigh(self, a: Tensor, path: str | None = None, order: str | int = "forward", upper=False, vectors=True):
         count, n, _ = a.shape
         values, rows = _poisoned(a, count, n), _poisoned(a, count, n, n)
         info = torch.full((count,), -1, dtype=torch.int32)
-        counts = self._solver(a).eigh(
+        self._solver(a).eigh(
             *_matrices(a), upper, values.data_ptr(), rows.data_ptr() if vectors else 0, info.data_ptr(),
             self._path("eigh", a, path), *self._order(order),
         )  # fmt: skip
-        return HostResult((values, rows.mT), info, counts)
+        return HostResult((values, rows.mT), info)
 
     def eigvals(self, a: Tensor, path: str | None = None, order: str | int = "forward", row_stochastic=False):
         count, n, _ = a.shape
         values, workspace = _poisoned(a, count, n, 2), _poisoned(a, count, n, n)
         info = torch.full((count,), -1, dtype=torch.int32)
-        counts = self._solver(a).eig(
+        self._solver(a).eig(
             *_matrices(a), row_stochastic, values.data_ptr(), workspace.data_ptr(), info.data_ptr(),
             self._path("eig", a, path), *self._order(order),
         )  # fmt: skip
-        return HostResult((torch.view_as_complex(values),), info, counts)
+        return HostResult((torch.view_as_complex(values),), info)
 
     def qr(self, a: Tensor, order: str | int = "forward", complete=False, need_q=True):
         count, rows, columns = a.shape
@@ -106,17 +101,17 @@ class HostCuda:
         q = _poisoned(a, count, rows, inner if need_q else 0)
         r = _poisoned(a, count, inner, columns)
         info = torch.full((count,), -1, dtype=torch.int32)
-        counts = self._solver(a).qr(
+        self._solver(a).qr(
             *_matrices(a), q.shape[-1], inner, q.data_ptr(), r.data_ptr(), info.data_ptr(), *self._order(order)
         )
-        return HostResult((q, r), info, counts)
+        return HostResult((q, r), info)
 
     def mistake(self, name: str, order: str | int) -> Tensor:
         """What the kernel of that name wrote; raises what the stand-in finds."""
         return torch.frombuffer(bytearray(self.module.mistake(name, *self._order(order))), dtype=torch.float32)
 
     def _solver(self, a: Tensor):
-        return self.module.counted if self.counts_work else getattr(self.module, str(a.dtype).removeprefix("torch."))
+        return getattr(self.module, str(a.dtype).removeprefix("torch."))
 
     def _path(self, op: str, a: Tensor, path: str | None):
         if path is not None:

@@ -31,9 +31,9 @@ def poisoned_empty():
 
 
 def _at_level(level: str) -> Iterator[str]:
-    native = _extension.native
+    native = _extension.module
     if native is None:
-        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+        pytest.skip(f"no CPU kernels: {_extension.load_error}")
     if not level.endswith("emulated") and level not in native.available_isas():
         pytest.skip(f"this machine has no {level}")
     before = native.isa()
@@ -57,9 +57,9 @@ def bf16_level(request) -> Iterator[str]:
 @pytest.fixture
 def cpu_kernels():
     """The extension module; skips where it was not built."""
-    if _extension.native is None:
-        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
-    return _extension.native
+    if _extension.module is None:
+        pytest.skip(f"no CPU kernels: {_extension.load_error}")
+    return _extension.module
 
 
 @pytest.fixture

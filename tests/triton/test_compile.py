@@ -59,7 +59,7 @@ _NOTHING = SimpleNamespace(registers=0, spills=0, shared=0, occupancy=0.0)
 @pytest.mark.slow
 def test_limits_and_budget(capsys):
     """As a user would type it."""
-    status = run_command("--check", "--budget", str(BUDGET), "--every", str(SAMPLE))
+    status = run_command("--check", "--budget", str(BUDGET), "--sample-every", str(SAMPLE))
     report = capsys.readouterr().out
     assert status == 0, [line for line in report.splitlines() if line.startswith("problem")]
     assert {line.split()[-5] for line in report.splitlines()[1:-1]} == set(ARCHITECTURES)
@@ -379,7 +379,7 @@ def test_memory_traffic(shape, gpu, norms_dtype):
 
 
 def test_the_model_is_printed(capsys):
-    assert run_command("--model") == 0
+    assert run_command("--cost") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["shape", "GPU", "mode"]
     assert len(lines) == 1 + 4 * 7 * 2 + 2

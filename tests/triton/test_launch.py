@@ -223,7 +223,7 @@ def test_too_many_for_32_bits(attention, name):
 def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     from types import SimpleNamespace
 
-    from overtone.backends import _gpu_obstacle
+    from overtone.backends import SUPPORT
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for gpu, dtype, width, runs in (
@@ -232,8 +232,8 @@ def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     ):  # fmt: skip
         properties = SimpleNamespace(gcnArchName=gpu)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        obstacle = _gpu_obstacle("spectral_attention", torch.empty(1, 1, 1, width, dtype=dtype))
-        assert obstacle is None if runs else "on gfx1100 it takes heads of torch.float32 up to 64 wide" in obstacle
+        reason = SUPPORT["spectral_attention"]["triton"].limit(torch.empty(1, 1, 1, width, dtype=dtype))
+        assert reason is None if runs else reason == "supports head_dim ≤ 64 for torch.float32 on gfx1100, got 65"
 
 
 def test_launches_happen_on_the_tensors_device(monkeypatch):

@@ -1,8 +1,8 @@
 // Products of bfloat16 with float32 sums, by what the instruction set has for them: AMX's tiles, or vdpbf16ps, which
 // adds the products of a pair of numbers to every lane's sum.
 //
-// Both want B in the same panels: 16 columns, their rows in pairs, [depth / 2][16][2], the depth filled up with zeros to
-// whole tiles. A is read row by row as it lies.
+// Both want B in the same panels: 16 columns, their rows in pairs, [depth / 2][16][2], the depth filled up with zeros
+// to whole tiles. A is read row by row as it lies.
 #pragma once
 
 #include "cpu/gemm/microkernel.h"
@@ -13,12 +13,12 @@ namespace overtone::OVERTONE_ISA {
 
 #if OVERTONE_USES_AMX
 // What is read and written of A and C: whole tiles.
-constexpr int64_t kBf16Rows = kTileSize;
-constexpr int64_t kBf16Depth = kTileDepth;
-using Bf16Session = TileSession;
+constexpr int64_t kWholeRows = kTileSize;
+constexpr int64_t kWholeDepth = kTileDepth;
+using Bf16Session = AmxSession;
 #else
-constexpr int64_t kBf16Rows = 1;
-constexpr int64_t kBf16Depth = 2;
+constexpr int64_t kWholeRows = 1;
+constexpr int64_t kWholeDepth = 2;
 struct Bf16Session {
   Bf16Session() {}  // a name that is never read would warn otherwise
 };
@@ -40,8 +40,8 @@ inline constexpr int kPairRows = kVectors == 1 || kWidestTile == 2 ? kTileRows<k
 
 // kRows × kVectors vectors of C, from its `first` vector on.
 template <int kRows, int kVectors>
-void multiply_pairs(int first, int64_t pairs, const BFloat16* a, int64_t lda, const TileColumns& b, float* c,
-                    int64_t ldc, bool is_sum) {
+void multiply_pairs(int first, int64_t pairs, const BFloat16* a, int64_t lda, const AmxPanels& b, float* c, int64_t ldc,
+                    bool is_sum) {
   constexpr int kParts = static_cast<int>(kTileSize) / kLanes<float>;  // of a panel's row
   const BFloat16* panel[kVectors];
   OVERTONE_UNROLL
@@ -87,7 +87,7 @@ void multiply_pairs(int first, int64_t pairs, const BFloat16* a, int64_t lda, co
 
 // The rows below the last whole block: fewer than kRows, in a block of their own.
 template <int kRows, int kVectors>
-void multiply_last_pairs(int64_t rows, int first, int64_t pairs, const BFloat16* a, int64_t lda, const TileColumns& b,
+void multiply_last_pairs(int64_t rows, int first, int64_t pairs, const BFloat16* a, int64_t lda, const AmxPanels& b,
                          float* c, int64_t ldc, bool is_sum) {
   if constexpr (kRows > 1) {
     if (rows == kRows - 1) {
@@ -99,7 +99,7 @@ void multiply_last_pairs(int64_t rows, int first, int64_t pairs, const BFloat16*
 }
 
 template <int kVectors>
-void multiply_pair_columns(int64_t rows, int first, int64_t pairs, const BFloat16* a, int64_t lda, const TileColumns& b,
+void multiply_pair_columns(int64_t rows, int first, int64_t pairs, const BFloat16* a, int64_t lda, const AmxPanels& b,
                            float* c, int64_t ldc, bool is_sum) {
   constexpr int kRows = kPairRows<kVectors>;
   int64_t i = 0;
@@ -110,10 +110,10 @@ void multiply_pair_columns(int64_t rows, int first, int64_t pairs, const BFloat1
 }
 #endif
 
-// C = A · B, or C += A · B. C's columns are computed up to a whole panel; with AMX its rows, too, and A's rows and depth
-// are read up to whole tiles. In A an odd last column is followed by a finite number.
+// C = A · B, or C += A · B. C's columns are computed up to a whole panel; with AMX its rows, too, and A's rows and
+// depth are read up to whole tiles. In A an odd last column is followed by a finite number.
 inline void multiply_bf16(int64_t rows, int64_t columns, int64_t depth, const BFloat16* a, int64_t lda,
-                          const TileColumns& b, float* c, int64_t ldc, bool is_sum) {
+                          const AmxPanels& b, float* c, int64_t ldc, bool is_sum) {
 #if OVERTONE_USES_AMX
   multiply_tiles(tiles_of(rows, kTileSize), tiles_of(columns, kTileSize), tiles_of(depth, kTileDepth), a, lda, b, c,
                  ldc, is_sum);
@@ -152,7 +152,7 @@ struct Bf16Operand {
   static int64_t size(int64_t rows, int64_t width) { return padded_to(rows, kTileSize) * stride(width); }
 
   Bf16Operand(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* scratch) {
-    const bool is_whole = rows % kBf16Rows == 0 && width % kBf16Depth == 0;
+    const bool is_whole = rows % kWholeRows == 0 && width % kWholeDepth == 0;
     if (source.type == ElementType::bfloat16 && source.column_stride == 1 && is_whole) {
       data = static_cast<const BFloat16*>(source.data);
       ld = source.row_stride;

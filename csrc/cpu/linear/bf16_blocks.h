@@ -23,7 +23,7 @@ struct Bf16Weight {
       : data(static_cast<const BFloat16*>(panels)), depth(depth), columns(columns) {}
 
   // The panels from a column on, from a row on: whole panels, whole tiles.
-  TileColumns from(int64_t row, int64_t column) const {
+  AmxPanels from(int64_t row, int64_t column) const {
     const int64_t stride = padded_to(depth, kTileDepth) * kTileSize;
     return {data + column / kTileSize * stride + row * kTileSize, stride};
   }
@@ -61,8 +61,8 @@ OVERTONE_INLINE void for_vectors(int64_t width, const F& f) {
   }
 }
 
-// All tokens that `rows` ones from `token` on fill up, of a matrix in panels of `columns` channels: zeros for those that
-// there are not.
+// All tokens that `rows` ones from `token` on fill up, of a matrix in panels of `columns` channels: zeros for those
+// that there are not.
 inline void clear_last_pairs(BFloat16* pairs, int64_t columns, int64_t panel_stride, int64_t token, int64_t rows) {
   const int64_t first = padded_to(token + rows, 2);
   const int64_t end = padded_to(token + rows, kTileDepth);
@@ -133,11 +133,10 @@ class Bf16LinearBackwardBlocks {
     const int64_t token = block * kLinearTokens;
     const int64_t rows = std::min(kLinearTokens, call_.grad.tokens - token);
     pack_tile_columns(call_.x.from(token, 0), rows, call_.grad.outputs, static_cast<BFloat16*>(call_.x_columns) + token,
-                      call_.token_stride);
-    const int64_t depth_tiles = tiles_of(call_.grad.tokens, kTileDepth);
-    pack_row_pairs(call_.grad.x.from(token, 0), rows, call_.grad.inputs, {},
-                   static_cast<BFloat16*>(call_.grad_pairs) + token * kTileSize, depth_tiles,
-                   tiles_of(rows, kTileDepth));
+                      call_.layout.token_stride);
+    pack_row_pairs(call_.grad.x.from(token, 0), rows, call_.grad.inputs,
+                   static_cast<BFloat16*>(call_.grad_pairs) + token * kTileSize,
+                   call_.layout.panel_stride / kTileElements, tiles_of(rows, kTileDepth));
   }
 
  private:
@@ -145,81 +144,87 @@ class Bf16LinearBackwardBlocks {
   Bf16LinearBlocks grad_x_;
 };
 
-// An item is a block of a weight's gradient, summed over all tokens.
+// An item is a block of a weight's gradient, summed over a part of the tokens.
 class Bf16WeightGradientBlocks {
  public:
-  explicit Bf16WeightGradientBlocks(const Bf16WeightGradient& call)
-      : call_(call),
-        panel_stride_(padded_to(call.tokens, kTileDepth) * kTileSize),
-        memory_(kGradientRows * kGradientColumns),
-        sums_(memory_.take(kGradientRows * kGradientColumns)) {}
+  explicit Bf16WeightGradientBlocks(const Bf16WeightGradient& call) : call_(call) {}
 
   void run(int64_t item) {
     const int64_t row = item % call_.row_blocks() * kGradientRows;
     const int64_t rows = std::min(kGradientRows, call_.rows - row);
     const int64_t column = item / call_.row_blocks() * kGradientColumns;
     const int64_t columns = std::min(kGradientColumns, call_.columns - column);
-    const BFloat16* left = static_cast<const BFloat16*>(call_.left) + row * call_.token_stride;
-    const TileColumns right{static_cast<const BFloat16*>(call_.right) + column / kTileSize * panel_stride_,
-                            panel_stride_};
+    const BFloat16* left = static_cast<const BFloat16*>(call_.left) + row * call_.layout.token_stride;
+    const BFloat16* right = static_cast<const BFloat16*>(call_.right) + column / kTileSize * call_.layout.panel_stride;
+    float* sums = call_.sums + item * kGradientRows * kGradientColumns;
     int64_t token = 0;
     do {
-      multiply_bf16(rows, columns, std::min(kBf16Sum, call_.tokens - token), left + token, call_.token_stride,
-                    {right.data + token * kTileSize, panel_stride_}, sums_, kGradientColumns, token > 0);
-      token += kBf16Sum;
+      multiply_bf16(rows, columns, std::min(kGradientSum, call_.tokens - token), left + token,
+                    call_.layout.token_stride, {right + token * kTileSize, call_.layout.panel_stride}, sums,
+                    kGradientColumns, token > 0 || !call_.is_first);
+      token += kGradientSum;
     } while (token < call_.tokens);
-    store_block(row, rows, column, columns);
+    if (call_.is_last) {
+      store_block(sums, row, rows, column, columns);
+    }
     if (call_.row_sums != nullptr && column == 0) {
       for (int64_t i = 0; i < rows; ++i) {
-        call_.row_sums[row + i] = sum_of_row(left + i * call_.token_stride);
+        add_row(left + i * call_.layout.token_stride, call_.row_sums + row + i);
       }
     }
     if (call_.column_sums != nullptr && row == 0) {
       for_vectors(columns, [&](int64_t j, int lanes) {
-        const BFloat16* pairs = right.data + j / kTileSize * panel_stride_ + j % kTileSize * 2;
-        store(sum_of_pairs(pairs), call_.column_sums + column + j, lanes);
+        add_pairs(right + j / kTileSize * call_.layout.panel_stride + j % kTileSize * 2, call_.column_sums + column + j,
+                  lanes);
       });
     }
   }
 
  private:
-  void store_block(int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+  void store_block(const float* sums, int64_t row, int64_t rows, int64_t column, int64_t columns) const {
     if (call_.is_transposed) {
-      store_transposed(sums_, kGradientColumns, rows, columns, call_.grad_weight + column * call_.rows + row,
-                       call_.rows, [](int64_t, int64_t, Vector<float> v) { return v; });
+      store_transposed(sums, kGradientColumns, rows, columns, call_.grad_weight + column * call_.rows + row, call_.rows,
+                       [](int64_t, int64_t, Vector<float> v) { return v; });
     } else {
       float* out = call_.grad_weight + row * call_.columns + column;
-      unpack_rows(sums_, kGradientColumns, rows, columns, 1.0F, buffer_rows<float>(out, 0, call_.columns));
+      unpack_rows(sums, kGradientColumns, rows, columns, 1.0F, buffer_rows<float>(out, 0, call_.columns));
     }
   }
 
   // Rows end in zeros up to a whole tile.
-  float sum_of_row(const BFloat16* row) const {
-    Vector<float> sums[2] = {};
-    for (int64_t token = 0; token < call_.tokens; token += 2 * kLanes<float>) {
-      sums[0] += load_full(row + token);
-      sums[1] += load_full(row + token + kLanes<float>);
+  void add_row(const BFloat16* row, float* out) const {
+    float total = call_.is_first ? 0 : *out;
+    for (int64_t first = 0; first < call_.tokens; first += kGradientSum) {
+      Vector<float> sums[2] = {};
+      const int64_t end = std::min(call_.tokens, first + kGradientSum);
+      for (int64_t token = first; token < end; token += 2 * kLanes<float>) {
+        sums[0] += load_full(row + token);
+        sums[1] += load_full(row + token + kLanes<float>);
+      }
+      total += sum_of_lanes<float>(sums[0] + sums[1]);
     }
-    return sum_of_lanes<float>(sums[0] + sums[1]);
+    *out = total;
   }
 
-  // Of a vector's columns, over all tokens.
-  Vector<float> sum_of_pairs(const BFloat16* pairs) const {
-    Vector<float> sums[2] = {};
-    for (int64_t token = 0; token < call_.tokens; token += 2) {
-      Words words;
-      std::memcpy(&words, static_cast<const void*>(pairs + token * kTileSize), sizeof words);
-      sums[0] += (Vector<float>)(words << 16);
-      sums[1] += (Vector<float>)(words & 0xffff0000u);
+  // Of a vector's columns.
+  void add_pairs(const BFloat16* pairs, float* out, int lanes) const {
+    Vector<float> total = call_.is_first ? Vector<float>{} : load(static_cast<const float*>(out), 1, lanes);
+    for (int64_t first = 0; first < call_.tokens; first += kGradientSum) {
+      Vector<float> sums[2] = {};
+      const int64_t end = std::min(call_.tokens, first + kGradientSum);
+      for (int64_t token = first; token < end; token += 2) {
+        Words words;
+        std::memcpy(&words, static_cast<const void*>(pairs + token * kTileSize), sizeof words);
+        sums[0] += (Vector<float>)(words << 16);
+        sums[1] += (Vector<float>)(words & 0xffff0000u);
+      }
+      total += sums[0] + sums[1];
     }
-    return sums[0] + sums[1];
+    store(total, out, lanes);
   }
 
   const Bf16WeightGradient& call_;
-  int64_t panel_stride_;
-  Scratch<float> memory_;
   Bf16Session session_;
-  float* sums_;
 };
 
 }  // namespace overtone::OVERTONE_ISA

@@ -52,9 +52,9 @@ class Bf16MlpForwardBlocks {
   void activate(int64_t token, int64_t row, int64_t count, int64_t group, int64_t part, int64_t width,
                 const float* sums) {
     for (int64_t i = 0; i < count; ++i) {
-      BFloat16* pre = call_.pre == nullptr ? nullptr
-                                           : static_cast<BFloat16*>(call_.pre) + (token + row + i) * shape_.stride +
-                                                 group + part;
+      BFloat16* pre = call_.pre == nullptr
+                          ? nullptr
+                          : static_cast<BFloat16*>(call_.pre) + (token + row + i) * shape_.stride + group + part;
       for (int64_t j = 0; j < width; j += kLanes<float>) {
         const Vector<float> h = load_full(sums + i * kBf16Width + j) + load_full(b1_ + group + part + j);
         store_full(coarse_gelu_and_slope(h).value, active_ + (row + i) * kBf16GroupLd + part + j);
@@ -104,7 +104,6 @@ class Bf16MlpBackwardBlocks {
         w1_(call.w1, shape_.hidden, shape_.inputs),
         w2_(call.w2, shape_.outputs, shape_.hidden),
         grad_x_ld_(padded_stride<float>(padded_to(shape_.inputs, kTileSize))),
-        panel_stride_(padded_to(shape_.tokens, kTileDepth) * kTileSize),
         numbers_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, shape_.outputs)) +
                  kLinearTokens * kBf16GroupLd),
         memory_(kStripSums + kLinearTokens * grad_x_ld_),
@@ -124,11 +123,12 @@ class Bf16MlpBackwardBlocks {
       const int64_t channels = std::min(kBf16Group, shape_.hidden - group);
       for (int64_t part = 0; part < channels; part += kBf16Width) {
         const int64_t width = padded_to(std::min(kBf16Width, channels - part), kTileSize);
-        multiply_strips(w2_, group + part, width, rows, grad, sums_, [&](int64_t row, int64_t count, float const* sums) {
-          for (int64_t i = 0; i < count; i += 2) {
-            differentiate(token, row + i, rows, group, part, width, sums + i * kBf16Width);
-          }
-        });
+        multiply_strips(w2_, group + part, width, rows, grad, sums_,
+                        [&](int64_t row, int64_t count, float const* sums) {
+                          for (int64_t i = 0; i < count; i += 2) {
+                            differentiate(token, row + i, rows, group, part, width, sums + i * kBf16Width);
+                          }
+                        });
       }
       if (call_.grad_x != nullptr) {
         multiply_bf16(rows, shape_.inputs, channels, grad_pre_, kBf16GroupLd, w1_.from(group, 0), grad_x_, grad_x_ld_,
@@ -164,7 +164,7 @@ class Bf16MlpBackwardBlocks {
         }
       }
       if (call_.x_columns != nullptr) {
-        const int64_t place = (channel + j) / kTileSize * panel_stride_ + (token + row) * kTileSize +
+        const int64_t place = (channel + j) / kTileSize * call_.layout.panel_stride + (token + row) * kTileSize +
                               (channel + j) % kTileSize * 2;
         store_pair(value[0], value[1], static_cast<BFloat16*>(call_.active_pairs) + place);
         store_pair(grad[0], grad[1], static_cast<BFloat16*>(call_.grad_pre_pairs) + place);
@@ -174,11 +174,11 @@ class Bf16MlpBackwardBlocks {
 
   void pack_gradient_operands(int64_t token, int64_t rows, const StridedMatrix& grads) const {
     pack_tile_columns(call_.x.from(token, 0), rows, shape_.inputs, static_cast<BFloat16*>(call_.x_columns) + token,
-                      call_.token_stride);
+                      call_.layout.token_stride);
     pack_tile_columns(grads, rows, shape_.outputs, static_cast<BFloat16*>(call_.grad_columns) + token,
-                      call_.token_stride);
+                      call_.layout.token_stride);
     for (void* pairs : {call_.active_pairs, call_.grad_pre_pairs}) {
-      clear_last_pairs(static_cast<BFloat16*>(pairs), shape_.hidden, panel_stride_, token, rows);
+      clear_last_pairs(static_cast<BFloat16*>(pairs), shape_.hidden, call_.layout.panel_stride, token, rows);
     }
   }
 
@@ -187,7 +187,6 @@ class Bf16MlpBackwardBlocks {
   Bf16Weight w1_;
   Bf16Weight w2_;
   int64_t grad_x_ld_;
-  int64_t panel_stride_;
   Scratch<BFloat16> numbers_;
   Scratch<float> memory_;
   Bf16Session session_;

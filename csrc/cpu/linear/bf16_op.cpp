@@ -23,48 +23,80 @@ Tensor panels_of(const Bf16LinearKernels& run, const Tensor& weight, bool is_tra
   return packed(run.packing, packing, weight, ScalarType::Float);
 }
 
-// The operands of products over tokens (bf16_params.h).
-int64_t token_stride(int64_t tokens) { return ((tokens + kTileTokens - 1) / kTileTokens | 1) * kTileTokens; }
-
-Tensor columns_for(bool wanted, const Tensor& like, int64_t channels, int64_t tokens) {
-  return allocated_if(wanted, like, {whole(channels, kPanelColumns), token_stride(tokens)});
+// Tokens between which the phases of backward take turns (bf16_params.h): enough for all threads, few enough for L2.
+int64_t tokens_of_part(int64_t tokens) {
+  const int64_t threads = static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t wanted = whole(std::max<int64_t>(8, 2 * threads) * kLinearTokens, kGradientSum);
+  return std::clamp<int64_t>(tokens, 1, wanted);
 }
 
-Tensor pairs_for(bool wanted, const Tensor& like, int64_t channels, int64_t tokens) {
-  return allocated_if(wanted, like, {whole(channels, kPanelColumns), whole(tokens, kTileTokens)});
+GradientLayout layout_of(int64_t part) {
+  return {(whole(part, kTileTokens) / kTileTokens | 1) * kTileTokens, whole(part, kTileTokens) * kPanelColumns};
+}
+
+Tensor columns_for(bool wanted, const Tensor& like, int64_t channels, const GradientLayout& layout) {
+  return allocated_if(wanted, like, {whole(channels, kPanelColumns), layout.token_stride});
+}
+
+Tensor pairs_for(bool wanted, const Tensor& like, int64_t channels, const GradientLayout& layout) {
+  return allocated_if(wanted, like, {whole(channels, kPanelColumns) / kPanelColumns, layout.panel_stride});
 }
 
 void* data_if(bool wanted, const Tensor& tensor) { return wanted ? tensor.data_ptr() : nullptr; }
 
-struct Product {
-  const Tensor& left;  // columns
-  const Tensor& right;  // pairs
-  int64_t tokens, rows, columns;
+// ∂W [rows, columns], or transposed, and ∂b, part by part: the sums of the left operand's rows, or of the
+// right one's columns.
+class WeightGradientSum {
+ public:
+  WeightGradientSum(const Bf16LinearKernels& run, bool is_wanted, const Tensor& left, const Tensor& right,
+                    const GradientLayout& layout, int64_t rows, int64_t columns, bool is_transposed)
+      : run_(run), is_wanted_(is_wanted) {
+    call_.rows = rows;
+    call_.columns = columns;
+    call_.layout = layout;
+    call_.is_transposed = is_transposed;
+    const int64_t outputs = is_transposed ? columns : rows;
+    const auto allocate = [&](const std::vector<int64_t>& size) {
+      return allocated(left, is_wanted ? size : std::vector<int64_t>{0}, ScalarType::Float);
+    };
+    grads_ = {allocate({outputs, is_transposed ? rows : columns}), allocate({outputs})};
+    sums_ = allocate({call_.items(), kGradientRows, kGradientColumns});
+    if (is_wanted) {
+      call_.left = left.data_ptr();
+      call_.right = right.data_ptr();
+      call_.sums = static_cast<float*>(sums_->data_ptr());
+      call_.grad_weight = static_cast<float*>(grads_->weight.data_ptr());
+      (is_transposed ? call_.column_sums : call_.row_sums) = static_cast<float*>(grads_->bias.data_ptr());
+    }
+  }
+
+  void add(int64_t tokens, bool is_first, bool is_last) {
+    if (is_wanted_) {
+      call_.tokens = tokens;
+      call_.is_first = is_first;
+      call_.is_last = is_last;
+      run_items(run_.weight_gradient, call_, call_.items());
+    }
+  }
+
+  const LayerGradients& gradients() const { return *grads_; }
+
+ private:
+  const Bf16LinearKernels& run_;
+  bool is_wanted_;
+  Bf16WeightGradient call_;
+  std::optional<LayerGradients> grads_;
+  std::optional<Tensor> sums_;
 };
 
-// ∂W [rows, columns], or transposed, and ∂b: the sums of the left operand's rows, or of the right one's columns.
-LayerGradients weight_gradient(const Bf16LinearKernels& run, bool wanted, const Product& product, bool is_transposed) {
-  const int64_t rows = is_transposed ? product.columns : product.rows;
-  const int64_t columns = is_transposed ? product.rows : product.columns;
-  const auto allocate = [&](const std::vector<int64_t>& size) {
-    return allocated(product.left, wanted ? size : std::vector<int64_t>{0}, ScalarType::Float);
-  };
-  LayerGradients grads{allocate({rows, columns}), allocate({rows})};
-  if (!wanted) {
-    return grads;
-  }
-  Bf16WeightGradient call;
-  call.tokens = product.tokens;
-  call.rows = product.rows;
-  call.columns = product.columns;
-  call.left = product.left.data_ptr();
-  call.right = product.right.data_ptr();
-  call.token_stride = token_stride(product.tokens);
-  call.grad_weight = static_cast<float*>(grads.weight.data_ptr());
-  call.is_transposed = is_transposed;
-  (is_transposed ? call.column_sums : call.row_sums) = static_cast<float*>(grads.bias.data_ptr());
-  run_items(run.weight_gradient, call, call.items());
-  return grads;
+// body(token, tokens, is_first, is_last) for the parts; once if there is no token.
+template <class Body>
+void for_parts(int64_t tokens, int64_t part, const Body& body) {
+  int64_t token = 0;
+  do {
+    body(token, std::min(part, tokens - token), token == 0, token + part >= tokens);
+    token += part;
+  } while (token < tokens);
 }
 
 }  // namespace
@@ -100,27 +132,31 @@ LinearGradients bf16_linear_backward(const Bf16LinearKernels& run, const Tensor&
   const int64_t inputs = x.size(1);
   const int64_t outputs = weight.size(0);
   Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
-  const Tensor x_columns = columns_for(need_weight, x, inputs, tokens);
-  const Tensor grad_pairs = pairs_for(need_weight, x, outputs, tokens);
+  const int64_t part = tokens_of_part(tokens);
+  const GradientLayout layout = layout_of(part);
+  const Tensor x_columns = columns_for(need_weight, x, inputs, layout);
+  const Tensor grad_pairs = pairs_for(need_weight, x, outputs, layout);
+  WeightGradientSum sum(run, need_weight, x_columns, grad_pairs, layout, inputs, outputs, true);
   std::optional<Tensor> panels;
   Bf16LinearBackward call;
-  call.grad.tokens = tokens;
   call.grad.inputs = outputs;
   call.grad.outputs = inputs;
-  call.grad.x = matrix(grad_y, op);
   if (need_x) {
     panels = panels_of(run, weight, false, op);
     call.grad.weight = panels->data_ptr();
-    call.grad.out = grad_x.data_ptr();
   }
-  call.x = matrix(x, op);
   call.x_columns = data_if(need_weight, x_columns);
   call.grad_pairs = data_if(need_weight, grad_pairs);
-  call.token_stride = token_stride(tokens);
-  run_items(run.linear_backward, call, call.grad.items());
-  const auto [grad_weight, grad_bias] =
-      weight_gradient(run, need_weight, {x_columns, grad_pairs, tokens, inputs, outputs}, true);
-  return {grad_x, grad_weight, grad_bias};
+  call.layout = layout;
+  for_parts(tokens, part, [&](int64_t token, int64_t count, bool is_first, bool is_last) {
+    call.grad.tokens = count;
+    call.grad.x = matrix(grad_y, op).from(token, 0);
+    call.x = matrix(x, op).from(token, 0);
+    call.grad.out = need_x ? static_cast<uint16_t*>(grad_x.data_ptr()) + token * inputs : nullptr;
+    run_items(run.linear_backward, call, call.grad.items());
+    sum.add(count, is_first, is_last);
+  });
+  return {grad_x, sum.gradients().weight, sum.gradients().bias};
 }
 
 MlpResult bf16_mlp(const Bf16LinearKernels& run, const MlpShape& shape, const MlpInputs& in, const char* op) {
@@ -148,30 +184,37 @@ MlpResult bf16_mlp(const Bf16LinearKernels& run, const MlpShape& shape, const Ml
 MlpGradients bf16_mlp_backward(const Bf16LinearKernels& run, const MlpShape& shape, const Tensor& grad_y,
                                const Tensor& x, const Tensor& w1, const Tensor& w2, const Tensor& pre, bool need_x,
                                bool need_weights, const char* op) {
-  const int64_t tokens = shape.tokens;
-  Tensor grad_x = allocated_if(need_x, x, {tokens, shape.inputs});
-  const Tensor x_columns = columns_for(need_weights, x, shape.inputs, tokens);
-  const Tensor grad_columns = columns_for(need_weights, x, shape.outputs, tokens);
-  const Tensor active = pairs_for(need_weights, x, shape.hidden, tokens);
-  const Tensor grad_pre = pairs_for(need_weights, x, shape.hidden, tokens);
+  Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
+  const int64_t part = tokens_of_part(shape.tokens);
+  const GradientLayout layout = layout_of(part);
+  const Tensor x_columns = columns_for(need_weights, x, shape.inputs, layout);
+  const Tensor grad_columns = columns_for(need_weights, x, shape.outputs, layout);
+  const Tensor active = pairs_for(need_weights, x, shape.hidden, layout);
+  const Tensor grad_pre = pairs_for(need_weights, x, shape.hidden, layout);
+  WeightGradientSum first(run, need_weights, x_columns, grad_pre, layout, shape.inputs, shape.hidden, true);
+  WeightGradientSum second(run, need_weights, grad_columns, active, layout, shape.outputs, shape.hidden, false);
   const Tensor w1_panels = panels_of(run, w1, false, op);
   const Tensor w2_panels = panels_of(run, w2, false, op);
   Bf16MlpBackward call;
   call.shape = shape;
-  call.grad_y = matrix(grad_y, op);
-  call.x = matrix(x, op);
   call.w1 = w1_panels.data_ptr();
   call.w2 = w2_panels.data_ptr();
-  call.pre = pre.data_ptr();
-  call.grad_x = data_if(need_x, grad_x);
   call.x_columns = data_if(need_weights, x_columns);
   call.grad_columns = data_if(need_weights, grad_columns);
   call.active_pairs = data_if(need_weights, active);
   call.grad_pre_pairs = data_if(need_weights, grad_pre);
-  call.token_stride = token_stride(tokens);
-  run_items(run.mlp_backward, call, shape.items());
-  return {grad_x, weight_gradient(run, need_weights, {x_columns, grad_pre, tokens, shape.inputs, shape.hidden}, true),
-          weight_gradient(run, need_weights, {grad_columns, active, tokens, shape.outputs, shape.hidden}, false)};
+  call.layout = layout;
+  for_parts(shape.tokens, part, [&](int64_t token, int64_t count, bool is_first, bool is_last) {
+    call.shape.tokens = count;
+    call.grad_y = matrix(grad_y, op).from(token, 0);
+    call.x = matrix(x, op).from(token, 0);
+    call.pre = static_cast<const uint16_t*>(pre.data_ptr()) + token * shape.stride;
+    call.grad_x = need_x ? static_cast<uint16_t*>(grad_x.data_ptr()) + token * shape.inputs : nullptr;
+    run_items(run.mlp_backward, call, call.shape.items());
+    first.add(count, is_first, is_last);
+    second.add(count, is_first, is_last);
+  });
+  return {grad_x, first.gradients(), second.gradients()};
 }
 
 }  // namespace overtone

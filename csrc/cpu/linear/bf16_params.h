@@ -2,12 +2,23 @@
 // params.h with bfloat16 operands and float32 sums. Weights come as panels, packed from tensors of either type.
 //
 // Of the weights' gradients, products over tokens, one operand has a row per channel and a column per token
-// ("columns"), the other is in panels ("pairs"). The first phase, which goes over tokens, writes both.
+// ("columns"), the other is in panels ("pairs"). The first phase, which goes over tokens, writes both. The two phases
+// take turns over a part of the tokens, so that these operands, larger than all tensors of the call together, stay in
+// cache and in memory that is there already. Parts are whole multiples of kGradientSum tokens, in which sums are taken
+// one after the other: how long a part is does not change them.
 #pragma once
 
 #include "cpu/linear/params.h"
 
 namespace overtone {
+
+constexpr int64_t kGradientSum = 256;
+
+// Where the operands of a weight's gradient lie, for a part of the tokens.
+struct GradientLayout {
+  int64_t token_stride = 0;  // of rows of columns
+  int64_t panel_stride = 0;  // of pairs
+};
 
 // out = x · weight + bias.
 struct Bf16LinearForward {
@@ -28,7 +39,7 @@ struct Bf16LinearBackward {
   StridedMatrix x;         // [tokens, inputs]
   void* x_columns = nullptr;
   void* grad_pairs = nullptr;
-  int64_t token_stride = 0;  // of rows of x_columns
+  GradientLayout layout;
 };
 
 struct Bf16MlpForward {
@@ -56,21 +67,25 @@ struct Bf16MlpBackward {
   void* grad_columns = nullptr;
   void* active_pairs = nullptr;    // GELU(h)
   void* grad_pre_pairs = nullptr;  // ∂h
-  int64_t token_stride = 0;        // of rows of x_columns and grad_columns
+  GradientLayout layout;
 };
 
 constexpr int64_t kGradientRows = 96;     // of an item
 constexpr int64_t kGradientColumns = 64;  // of an item: four panels
 
-// A product over tokens [rows, columns], and sums over tokens of either operand: one of them a bias' gradient.
+// A product over a part of the tokens [rows, columns], and sums over tokens of either operand: one of them a bias'
+// gradient.
 struct Bf16WeightGradient {
   int64_t tokens = 0;
   int64_t rows = 0;
   int64_t columns = 0;
-  const void* left = nullptr;    // [rows, token_stride]
-  const void* right = nullptr;   // panels
-  int64_t token_stride = 0;
-  float* grad_weight = nullptr;  // [rows, columns], or [columns, rows]
+  const void* left = nullptr;   // columns
+  const void* right = nullptr;  // pairs
+  GradientLayout layout;
+  bool is_first = true;  // part of the tokens
+  bool is_last = true;
+  float* sums = nullptr;         // [items, kGradientRows, kGradientColumns]
+  float* grad_weight = nullptr;  // [rows, columns], or [columns, rows]: written after the last part
   bool is_transposed = false;
   float* row_sums = nullptr;     // [rows], or null
   float* column_sums = nullptr;  // [columns], or null

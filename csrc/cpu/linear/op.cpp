@@ -23,7 +23,9 @@ void check_tokens(const Tensor& x, const char* op) {
   }
 }
 
-ScalarType wide_type(const Tensor& x) { return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+ScalarType wide_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 // x's type, or the wider one of its sums.
 void check_either(const Tensor& tensor, std::vector<int64_t> shape, const Tensor& x, bool contiguous, const char* name,
@@ -173,9 +175,7 @@ MlpGradients float_mlp_backward(const Tensor& grad_y, const Tensor& x, const Ten
   return {grad_x, first, second};
 }
 
-bool is_half(const Tensor& x) {
-  return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
-}
+bool is_half(const Tensor& x) { return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half; }
 
 Tensor converted(const Tensor& tensor, ScalarType type) {
   if (tensor.scalar_type() == type) {
@@ -210,10 +210,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
   check_weight(weight, x.size(1), x, "weight", op);
   check_either(grad_y, {x.size(0), weight.size(0)}, x, false, "grad_y", op);
   const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op);
-  LinearGradients grads =
-      run != nullptr ? bf16_linear_backward(*run, grad_y, x, weight, need_x, need_weight, op)
-      : is_half(x)   ? float_linear_backward(wide(grad_y), wide(x), wide(weight), need_x, need_weight, op)
-                     : float_linear_backward(grad_y, x, weight, need_x, need_weight, op);
+  LinearGradients grads = run != nullptr ? bf16_linear_backward(*run, grad_y, x, weight, need_x, need_weight, op)
+                          : is_half(x)
+                              ? float_linear_backward(wide(grad_y), wide(x), wide(weight), need_x, need_weight, op)
+                              : float_linear_backward(grad_y, x, weight, need_x, need_weight, op);
   const ScalarType type = weight.scalar_type();
   return {converted(grads.x, x.scalar_type()), converted(grads.weight, type), converted(grads.bias, type)};
 }
@@ -250,9 +250,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op);
   MlpGradients grads =
       run != nullptr ? bf16_mlp_backward(*run, shape, grad_y, x, w1, w2, pre, need_x, need_weights, op)
-      : is_half(x)
-          ? float_mlp_backward(wide(grad_y), wide(x), wide(w1), wide(w2), wide(pre), need_x, need_weights, op)
-          : float_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights, op);
+      : is_half(x) ? float_mlp_backward(wide(grad_y), wide(x), wide(w1), wide(w2), wide(pre), need_x, need_weights, op)
+                   : float_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights, op);
   return {converted(grads.x, x.scalar_type()), converted(grads.first.weight, w1.scalar_type()),
           converted(grads.first.bias, w1.scalar_type()), converted(grads.second.weight, w2.scalar_type()),
           converted(grads.second.bias, w2.scalar_type())};

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/linalg/launch.h"
+#include "cuda/linalg/limit.h"
 
 namespace overtone::cuda {
 namespace {
@@ -17,9 +18,14 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
-size_t shared_limit() {
-  int device = 0, bytes = 0;
+int current_device() {
+  int device = 0;
   check(cudaGetDevice(&device), "no current device");
+  return device;
+}
+
+size_t shared_limit(int device = current_device()) {
+  int bytes = 0;
   check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "no shared memory limit");
   return static_cast<size_t>(bytes);
 }
@@ -40,22 +46,19 @@ struct Launcher {
   }
 };
 
-template <class T>
-bool takes(const std::string& op, int n, size_t limit) {
-  return op == "qr"     ? n <= kLargestQr
-         : op == "eigh" ? eigh_path<T>(n, limit) != Path::none
-                        : eig_path<T>(n, limit) != Path::none;
-}
-
 }  // namespace
 
 int largest(const std::string& op, bool is_float64) {
-  const size_t limit = shared_limit();
-  int n = kMostThreads;
-  while (!(is_float64 ? takes<double>(op, n, limit) : takes<float>(op, n, limit))) {
-    --n;
+  return is_float64 ? largest<double>(op, shared_limit()) : largest<float>(op, shared_limit());
+}
+
+int cuda_limit(const std::string& op, const std::string& dtype, int device) {
+  if ((op != "eigh" && op != "eig" && op != "qr") || (dtype != "float32" && dtype != "float64")) {
+    throw std::invalid_argument("overtone: cuda_limit: got " + op + " of " + dtype +
+                                ", wanted eigh, eig or qr of float32 or float64");
   }
-  return n;
+  const size_t limit = device < 0 ? shared_limit() : shared_limit(device);
+  return dtype == "float64" ? largest<double>(op, limit) : largest<float>(op, limit);
 }
 
 int64_t eig_workspace(int n, bool is_float64) {

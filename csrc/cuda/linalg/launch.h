@@ -2,6 +2,8 @@
 // those of the host stand-in alike.
 #pragma once
 
+#include <string>
+
 #include "cuda/linalg/eig/solver.h"
 #include "cuda/linalg/eigh.h"
 #include "cuda/linalg/qr.h"
@@ -62,6 +64,17 @@ constexpr Path eig_path(int n, size_t shared_limit) {
          : eig_grid<T>(1, n, Path::block).shared_bytes <= shared_limit  ? Path::block
          : eig_grid<T>(1, n, Path::packed).shared_bytes <= shared_limit ? Path::packed
                                                                         : Path::none;
+}
+
+// The most rows or columns of matrices that the kernels of `op`, one of eigh, eig and qr, take.
+template <class T>
+int largest(const std::string& op, size_t shared_limit) {
+  int n = op == "qr" ? kLargestQr : kMostThreads;
+  while (op == "eigh" ? eigh_path<T>(n, shared_limit) == Path::none
+                      : op == "eig" && eig_path<T>(n, shared_limit) == Path::none) {
+    --n;
+  }
+  return n;
 }
 
 // What is promised for every architecture.

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from overtone import __version__
 from overtone.backends import BackendError
@@ -70,6 +70,28 @@ def positive(kind: type[Number]) -> Callable[[str], Number]:
 
     parse.__name__ = kind.__name__  # argparse names it where the text is not a number
     return parse
+
+
+class _Renamed(argparse.Action):
+    """An old spelling of a flag, which works for one release with a warning."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, new: str, **kwargs: Any):
+        super().__init__(option_strings, dest, **kwargs)
+        self.new = new
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        print(f"{parser.prog}: {option_string} is deprecated, use {self.new}", file=sys.stderr)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+def renamed_flag(parser: argparse.ArgumentParser, old: str, new: str, **kwargs: Any) -> None:
+    """Accept `old` for the flag `new` of `parser`; kwargs are add_argument's of a flag that takes a value."""
+    dest = new.removeprefix("--").replace("-", "_")
+    if not kwargs:
+        kwargs = {"nargs": 0, "const": True}
+    parser.add_argument(
+        old, action=_Renamed, new=new, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs
+    )
 
 
 def _discard_output() -> None:

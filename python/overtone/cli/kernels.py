@@ -9,6 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from overtone.cli import fail, renamed_flag
+from overtone.report.table import aligned
+
 _HEADER = (
     "kernel", "case", "tile", "warps", "stages", "dtype", "architecture", "registers", "spills", "shared", "occupancy",
 )  # fmt: skip
@@ -26,10 +29,12 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 on a spill or an exceeded limit or budget")
     parser.add_argument("--budget", type=Path, metavar="CSV", help="a table like this one that no kernel may exceed")
     parser.add_argument("--write-budget", type=Path, metavar="CSV", help="write such a table")
-    parser.add_argument("--model", action="store_true", help="instead: bytes, FLOPs and roofline time of attention")
+    parser.add_argument("--cost", action="store_true", help="instead: bytes, FLOPs and roofline time of attention")
+    renamed_flag(parser, "--model", "--cost")
     parser.add_argument("--cuda", action="store_true", help="the CUDA C++ kernels of linalg instead of the Triton ones")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="compile so many at a time")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only a sample: every N-th kernel")
+    parser.add_argument("--sample-every", type=int, default=1, metavar="N", help="only a sample: every N-th kernel")
+    renamed_flag(parser, "--every", "--sample-every", type=int)
     parser.add_argument("--arch", action="append", metavar="NAME", help="only this one (repeatable): sm_90, gfx942, …")
     parser.add_argument("--dtype", action="append", metavar="NAME", help="only this one (repeatable): float32, …")
     parser.set_defaults(run=run)
@@ -42,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return kernels_cuda.run(args)
     obstacle = _obstacle()
     if obstacle:
-        return _fail(obstacle)
+        return fail("kernels", obstacle)
     from overtone.tools import triton_aot as aot
 
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in aot.DTYPES}
@@ -51,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     for kind, wanted, known in (("--arch", architectures, aot.ARCHITECTURES), ("--dtype", dtypes, by_name)):
         unknown = [name for name in wanted if name not in known]
         if unknown:
-            return _fail(f"{kind}: got {unknown[0]!r}, wanted one of {', '.join(known)}")
+            return fail("kernels", f"{kind}: got {unknown[0]!r}, wanted one of {', '.join(known)}")
 
-    if args.model:
-        _print_model()
+    if args.cost:
+        _print_cost()
         return 0
     jobs = [(name, by_name[dtype]) for name in architectures for dtype in dtypes]
     rows, problems = [], []
-    for kernel, name, usage in aot.compile_all(jobs, args.jobs, args.every):
+    for kernel, name, usage in aot.compile_all(jobs, args.jobs, args.sample_every):
         row = _row(kernel, name, usage)
         rows.append(row)
         _progress(f"compiled {len(rows)}: {' '.join(row[:_PLACE])}")
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace, rows: list[tuple[str, ...]], problems: list[str]) -> int:
     """Prints the table and what is wrong with it; the command's status."""
-    print_table(_HEADER, rows)
+    print("\n".join(aligned([_HEADER, *rows])))
     if args.budget is not None:
         problems += _over_budget(rows, args.budget)
     if args.write_budget is not None:
@@ -109,11 +114,6 @@ def _obstacle() -> str | None:
     return None
 
 
-def _fail(message: str) -> int:
-    print(f"overtone kernels: {message}", file=sys.stderr)
-    return 2
-
-
 def _row(kernel, architecture: str, usage) -> tuple[str, ...]:
     options = kernel.options
     return (
@@ -131,13 +131,7 @@ def _row(kernel, architecture: str, usage) -> tuple[str, ...]:
     )
 
 
-def print_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_model() -> None:
+def _print_cost() -> None:
     """Per shape and GPU: what crosses HBM, and the time that bandwidth and peak allow, ours and eager's."""
     import torch
 
@@ -163,7 +157,7 @@ def _print_model() -> None:
                         f"{1e6 * eager_time:.1f}", f"{eager_time / time:.2f}",
                     )
                 )  # fmt: skip
-    print_table(header, rows)
+    print("\n".join(aligned([header, *rows])))
     print(
         "bfloat16. A model, not a measurement: every tensor crosses HBM once per launch, launches cost nothing, each "
         "runs at the vendor's bandwidth or peak. eager: SDPA, scale, matmul, add, norms in float32 as in the reference "

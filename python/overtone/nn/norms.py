@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overtone.backends import KERNELS, forced_backend
 from overtone.nn.linear import has_global_hooks, is_ordinary, is_plain
 from overtone.ops.layer_norm import rounded_layer_norm
+from overtone.ops.linear import has_backend
 
 
 class SignedLayerNorm(nn.LayerNorm):
@@ -53,5 +53,5 @@ def _is_rounded(norm: nn.Module, x: Tensor) -> bool:
     return (
         tuple(norm.normalized_shape) == x.shape[-1:]
         and all(p is not None and is_ordinary(p) and p.dtype == torch.float32 for p in parameters)
-        and forced_backend() in (None, *KERNELS["rounded_layer_norm"])
+        and has_backend("rounded_layer_norm")
     )

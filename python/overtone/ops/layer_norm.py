@@ -1,4 +1,4 @@
-"""rounded_layer_norm: function → contract → kernel, for models under autocast, whose products take bfloat16.
+"""rounded_layer_norm: function → schema → kernel, for models under autocast, whose products take bfloat16.
 
 LayerNorm of float32 tokens, rounded to bfloat16 while it is in a register; its gradient takes bfloat16 and gives
 float32. PyTorch's own takes a pass over memory for each cast. A gradient of a gradient is taken through the reference.
@@ -55,18 +55,6 @@ def _fake_backward(grad_y, x, weight, rows, need_x, need_weight):
     return x.new_empty(x.shape if need_x else (0,)), x.new_empty(shape), x.new_empty(shape)
 
 
-# rows: the mean of every token, and one over its standard deviation.
-registry.define(
-    "rounded_layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor rows)", fake=_fake
-)
-# grad_y is bfloat16 or float32. What is not needed comes back empty.
-registry.define(
-    "rounded_layer_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rows, bool need_x, bool need_weight)"
-    " -> (Tensor x, Tensor weight, Tensor bias)",
-    fake=_fake_backward,
-)
-
-
 def _save(ctx, inputs, output) -> None:
     *given, ctx.eps = inputs
     ctx.set_materialize_grads(False)
@@ -79,7 +67,7 @@ def _backward(ctx, grad_y, _grad_rows):
     if grad_y is None:
         return (None,) * 4
     if transforms.open_for(grad_y):
-        grads = registry.differentiable_gradient(
+        grads = registry.double_backward_via_reference(
             lambda *given: _reference(*given, ctx.eps)[0], (x, weight, bias), (grad_y,)
         )
         return *grads, None
@@ -90,12 +78,22 @@ def _backward(ctx, grad_y, _grad_rows):
     return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None
 
 
-registry.differentiable(
-    "rounded_layer_norm",
-    setup=_save,
-    backward=_backward,
-    reference=_reference,
-    batched=(0,),
-    merges=True,
-    contiguous=(0, 1, 2),
+registry.register(
+    registry.Op(
+        # rows: the mean of every token, and one over its standard deviation.
+        schema="rounded_layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor y, Tensor rows)",
+        fake=_fake,
+        save=_save,
+        backward=_backward,
+        reference=_reference,
+        vmap=registry.Vmap(batched=(0,), merges=True, contiguous=(0, 1, 2)),
+    )
+)
+registry.register(
+    registry.Op(
+        # grad_y is bfloat16 or float32. What is not needed comes back empty.
+        schema="rounded_layer_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rows, bool need_x,"
+        " bool need_weight) -> (Tensor x, Tensor weight, Tensor bias)",
+        fake=_fake_backward,
+    )
 )

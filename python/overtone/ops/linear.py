@@ -1,4 +1,4 @@
-"""linear and mlp: function → contract → kernel, for overtone.nn's modules.
+"""linear and mlp: function → schema → kernel, for overtone.nn's modules.
 
 With G = ∂L/∂y, linear has ∂x = G W, ∂W = Gᵀ x, ∂b = Σ_tokens G. mlp is two of them, with a = GELU(h) between; its
 kernel keeps h = x W₁ᵀ + b₁ alone and computes a again:
@@ -14,17 +14,17 @@ from torch import Tensor
 from overtone import _transforms as transforms
 from overtone import _validate as validate
 from overtone import reference
-from overtone.backends import KERNELS, forced_backend, select
+from overtone._precision import autocast
+from overtone.backends import SUPPORT, active_backend, select
 from overtone.ops import registry
 
-__all__ = ["linear", "mlp"]
+__all__ = ["has_backend", "linear", "mlp"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """x Wᵀ + b, as torch.nn.functional.linear.
 
-    Under autocast x is cast to autocast's dtype, as PyTorch does; the kernels cast the weight while they pack it. Where
-    `use_backend` names a backend that has no linear layers, they are PyTorch's.
+    Under autocast x is cast to its dtype, as PyTorch does; the kernels cast the weight while they pack it.
 
     Args:
         x: [..., N, C], any strides.
@@ -35,10 +35,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
     Returns:
         y [..., N, E] in x's dtype, differentiable in every argument.
     """
-    inputs = autocast(x)
-    if not _has_kernels("linear", inputs, backend):
+    if backend is None and _casts_elsewhere(x):
         return reference.linear(x, weight, bias)
-    x = validate.tokens("linear", "x", inputs)
+    x = validate.tokens("linear", "x", autocast(x))
     weight = validate.matching("linear", "weight", _like(x, weight), ("E", x.shape[-1]), x, wide=True)
     if bias is not None:
         bias = validate.matching("linear", "bias", _like(x, bias), (weight.shape[0],), x, wide=True).contiguous()
@@ -60,7 +59,7 @@ def mlp(
 ) -> Tensor:
     """residual + GELU(x W₁ᵀ + b₁) W₂ᵀ + b₂, the MLP of a Transformer's block, in one op.
 
-    Autocast and `use_backend` have the say that they have in `linear`.
+    Autocast does what it does to `linear`.
 
     Args:
         x: [..., N, C], any strides.
@@ -72,11 +71,10 @@ def mlp(
     Returns:
         y [..., N, E] in x's dtype, or in that of the residual; differentiable in every argument.
     """
-    inputs = autocast(x)
-    if not _has_kernels("mlp", inputs, backend):
+    if backend is None and _casts_elsewhere(x):
         y = reference.mlp(x, w1, b1, w2, b2)
         return y if residual is None else residual + y
-    x = validate.tokens("mlp", "x", inputs)
+    x = validate.tokens("mlp", "x", autocast(x))
     w1 = validate.matching("mlp", "w1", _like(x, w1), ("H", x.shape[-1]), x, wide=True)
     b1 = validate.matching("mlp", "b1", _like(x, b1), (w1.shape[0],), x, wide=True).contiguous()
     w2 = validate.matching("mlp", "w2", _like(x, w2), ("E", w1.shape[0]), x, wide=True)
@@ -86,20 +84,21 @@ def mlp(
         residual = validate.matching("mlp", "residual", _like(x, residual), shape, x, wide=True)
     if 0 in (*w1.shape, w2.shape[0]) or select("mlp", backend, x) == "reference":
         return _reference_mlp(x, w1, b1, w2, b2, residual)
-    need_backward = transforms.needs_gradient(x, w1, b1, w2, b2, residual)
+    save_for_backward = transforms.needs_gradient(x, w1, b1, w2, b2, residual)
     flat_residual = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    y, _ = registry.call("mlp", x.reshape(-1, x.shape[-1]), w1, b1, w2, b2, flat_residual, need_backward)
+    y, _ = registry.call("mlp", x.reshape(-1, x.shape[-1]), w1, b1, w2, b2, flat_residual, save_for_backward)
     return y.reshape(*x.shape[:-1], w2.shape[0])
 
 
-def autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on; float64 stays, as in autocast itself."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
+def has_backend(op: str) -> bool:
+    """Whether what `use_backend` names has this op; if not, a layer is PyTorch's own and does not call it."""
+    return active_backend() in (None, "reference", *SUPPORT[op])
+
+
+def _casts_elsewhere(x: Tensor) -> bool:
+    """Whether autocast chooses the dtypes of PyTorch's products, which ours are not: on other devices."""
     device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    return device != "cpu" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _like(x: Tensor, tensor: Tensor) -> Tensor:
@@ -109,25 +108,12 @@ def _like(x: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _has_kernels(op: str, x: Tensor, backend: str | None) -> bool:
-    """Whether these ops have a say at all: elsewhere than on the CPU autocast casts what PyTorch's products take, and a
-    backend that is forced for other ops' sake leaves them to PyTorch."""
-    if backend is not None:
-        return True
-    device = x.device.type
-    if device != "cpu" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return False
-    return forced_backend() in (None, *KERNELS[op])
-
-
 def _reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The op's contract on the reference: parameters may be wider than x."""
     return reference.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _reference_mlp(
-    x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, residual: Tensor | None
-) -> Tensor:
+def _reference_mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, residual: Tensor | None) -> Tensor:
     y = reference.mlp(x, *(weight.to(x.dtype) for weight in (w1, b1, w2, b2)))
     return y if residual is None else residual + y
 
@@ -141,14 +127,14 @@ def _fake_linear_backward(grad_y, x, weight, need_x, need_weight):
     return x.new_empty(x.shape if need_x else (0,)), *(weight.new_empty(s if need_weight else (0,)) for s in shapes)
 
 
-# Elements of a cache line, of which rows of h are a multiple.
-_LINE = 16
+# Rows of h are a multiple of a cache line.
+_CACHE_LINE_FLOATS = 16
 
 
-def _fake_mlp(x, w1, b1, w2, b2, residual, need_backward):
-    stride = (w1.shape[0] + _LINE - 1) // _LINE * _LINE
+def _fake_mlp(x, w1, b1, w2, b2, residual, save_for_backward):
+    stride = (w1.shape[0] + _CACHE_LINE_FLOATS - 1) // _CACHE_LINE_FLOATS * _CACHE_LINE_FLOATS
     y = (x if residual is None else residual).new_empty(x.shape[0], w2.shape[0])
-    return y, x.new_empty((x.shape[0], stride) if need_backward else (0,))
+    return y, x.new_empty((x.shape[0], stride) if save_for_backward else (0,))
 
 
 def _fake_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights):
@@ -157,27 +143,6 @@ def _fake_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights):
     return x.new_empty(x.shape if need_x else (0,)), *(
         weight.new_empty(shape if need_weights else (0,)) for weight, shape in zip(weights, shapes, strict=True)
     )
-
-
-# Weights, biases, residuals and grad_y are in x's dtype or in that of its sums.
-registry.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", fake=_fake_linear)
-# What is not needed comes back empty; the bias' gradient comes with the weight's, in its dtype.
-registry.define(
-    "linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x, bool need_weight)"
-    " -> (Tensor x, Tensor weight, Tensor bias)",
-    fake=_fake_linear_backward,
-)
-# need_backward: whoever wants a gradient must ask for h, which is otherwise empty.
-registry.define(
-    "mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor? residual, bool need_backward)"
-    " -> (Tensor y, Tensor pre)",
-    fake=_fake_mlp,
-)
-registry.define(
-    "mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2, Tensor pre, bool need_x, bool need_weights)"
-    " -> (Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2)",
-    fake=_fake_mlp_backward,
-)
 
 
 def _save_linear(ctx, inputs, output) -> None:
@@ -191,7 +156,7 @@ def _linear_backward(ctx, grad_y):
         return None, None, None
     if transforms.open_for(grad_y):
         given = (x, weight) if bias is None else (x, weight, bias)
-        grads = registry.differentiable_gradient(_linear_of, given, (grad_y,))
+        grads = registry.double_backward_via_reference(_linear_of, given, (grad_y,))
         return *grads, *(None,) * (3 - len(grads))
     need_x, *need_weight = ctx.needs_input_grad
     grads = torch.ops.overtone.linear_backward(grad_y, x, weight, need_x, any(need_weight))
@@ -214,7 +179,7 @@ def _mlp_backward(ctx, grad_y, _grad_pre):
         return (None,) * 7
     grad_residual = grad_y if ctx.needs_input_grad[5] else None
     if transforms.open_for(grad_y):
-        grads = registry.differentiable_gradient(lambda *args: _reference_mlp(*args, None), tuple(given), (grad_y.to(given[0].dtype),))
+        grads = registry.double_backward_via_reference(_mlp_of, tuple(given), (grad_y.to(given[0].dtype),))
         return *grads, grad_residual, None
     x, w1, _, w2, _ = given
     need_x, *need_weights = ctx.needs_input_grad[:5]
@@ -222,28 +187,50 @@ def _mlp_backward(ctx, grad_y, _grad_pre):
     return *_wanted(grads, given, ctx.needs_input_grad[:5]), grad_residual, None
 
 
+def _mlp_of(x, w1, b1, w2, b2):
+    return _reference_mlp(x, w1, b1, w2, b2, None)
+
+
 def _wanted(grads: tuple[Tensor, ...], given: tuple, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """A bias' gradient comes in the weight's dtype."""
-    return tuple(
-        grad.to(of.dtype) if need else None for grad, of, need in zip(grads, given, needs, strict=True)
+    return tuple(grad.to(of.dtype) if need else None for grad, of, need in zip(grads, given, needs, strict=True))
+
+
+# Weights, biases, residuals and grad_y are in x's dtype or in that of its sums.
+registry.register(
+    registry.Op(
+        schema="linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+        fake=_fake_linear,
+        save=_save_linear,
+        backward=_linear_backward,
+        reference=_reference_linear,
+        vmap=registry.Vmap(batched=(0,), merges=True, contiguous=(2,)),
     )
-
-
-registry.differentiable(
-    "linear",
-    setup=_save_linear,
-    backward=_linear_backward,
-    reference=_reference_linear,
-    batched=(0,),
-    merges=True,
-    contiguous=(2,),
 )
-registry.differentiable(
-    "mlp",
-    setup=_save_mlp,
-    backward=_mlp_backward,
-    reference=lambda *args: (_reference_mlp(*args[:6]), args[0].new_empty(0)),
-    batched=(0, 5),
-    merges=True,
-    contiguous=(2, 4),
+registry.register(
+    registry.Op(
+        # What is not needed comes back empty; the bias' gradient comes with the weight's, in its dtype.
+        schema="linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x, bool need_weight)"
+        " -> (Tensor x, Tensor weight, Tensor bias)",
+        fake=_fake_linear_backward,
+    )
+)
+registry.register(
+    registry.Op(
+        # save_for_backward: whoever wants a gradient must ask for h, which is otherwise empty.
+        schema="mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor? residual, bool save_for_backward)"
+        " -> (Tensor y, Tensor pre)",
+        fake=_fake_mlp,
+        save=_save_mlp,
+        backward=_mlp_backward,
+        reference=lambda *args: (_reference_mlp(*args[:6]), args[0].new_empty(0)),
+        vmap=registry.Vmap(batched=(0, 5), merges=True, contiguous=(2, 4)),
+    )
+)
+registry.register(
+    registry.Op(
+        schema="mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2, Tensor pre, bool need_x, bool need_weights)"
+        " -> (Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2)",
+        fake=_fake_mlp_backward,
+    )
 )

@@ -10,17 +10,75 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-
-from overtone.tools.cuda_launches import Launch, shipped
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 SOURCE = CSRC / "cuda" / "solvers.cu"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DTYPES = (torch.float32, torch.float64)
+WARPS_PER_BLOCK = 4  # that have a matrix each
+FAR_WORK = {torch.float32: 50, torch.float64: 47}  # numbers of the leader's message to the block
 # As setup.py and torch compile them.
 FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{CSRC}"]
+
+
+class Launch(NamedTuple):
+    """A kernel at a size, as csrc/cuda/linalg/launch.h launches it; `path` is "warp", "block" or "packed"."""
+
+    op: str
+    path: str
+    n: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.path}"
+
+    @property
+    def symbol(self) -> str:
+        """The beginning of the compiled kernel's mangled name."""
+        letter = "f" if self.dtype == torch.float32 else "d"
+        function = self.op + ("_warp" if self.path == "warp" else "_block")
+        flag = {"block": "Lb1E", "packed": "Lb0E"}.get(self.path, "") if self.op == "eig" else ""
+        return f"_ZN8overtone4cuda{len(function)}{function}I{letter}{flag}E"
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return WARPS_PER_BLOCK if self.path == "warp" else -(-self.n // 32)
+
+    @property
+    def matrices_per_block(self) -> int:
+        return WARPS_PER_BLOCK if self.path == "warp" else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        n, scratch = self.n, 0 if self.path == "warp" else 16
+        dense, packed = n * (n | 1), n * (n + 7) // 2
+        numbers = {
+            "eigh": scratch + dense + 9 * n + 1,
+            "eig": scratch + FAR_WORK[self.dtype] + (2 * n + packed if self.path == "packed" else 4 * n + dense),
+            "qr": 2 * dense + 64,
+        }[self.op]
+        return numbers * self.dtype.itemsize * self.matrices_per_block
+
+
+def shipped(dtype: torch.dtype) -> list[Launch]:
+    """Every kernel at its largest size that all architectures have, or at a ViT's."""
+    is_double = dtype == torch.float64
+    return [
+        Launch("eigh", "warp", 16, dtype),
+        Launch("eigh", "warp", 32, dtype),
+        Launch("eigh", "block", 64, dtype),
+        Launch("eigh", "block", 104 if is_double else 150, dtype),
+        Launch("eig", "warp", 32, dtype),
+        Launch("eig", "block", 65, dtype),
+        Launch("eig", "packed", 150 if is_double else 197, dtype),
+        Launch("qr", "warp", 32, dtype),
+    ]
 
 
 def obstacle() -> str | None:

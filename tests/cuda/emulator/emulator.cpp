@@ -150,13 +150,12 @@ UNWATCHED std::vector<Stack>& stacks(size_t count) {
 class Block {
  public:
   UNWATCHED Block(const Launch& launch, unsigned index, const std::function<void()>& kernel, std::mt19937_64& random,
-                  Meeting& end, Counts& counts)
+                  Meeting& end)
       : launch_(launch),
         index_(index),
         kernel_(kernel),
         random_(random),
         end_(end),
-        counts_(counts),
         fibers_(launch.threads),
         warp_meetings_((launch.threads + kWarp - 1) / kWarp) {
     memory_.reset(static_cast<unsigned char*>(std::malloc(launch.shared_bytes + 2 * guard())));
@@ -244,7 +243,6 @@ class Block {
   UNWATCHED unsigned index() const { return index_; }
   UNWATCHED unsigned threads() const { return launch_.threads; }
   UNWATCHED unsigned char* shared() const { return shared_; }
-  UNWATCHED size_t shared_bytes() const { return launch_.shared_bytes; }
 
  private:
   struct WarpMeetings {
@@ -360,7 +358,6 @@ class Block {
         fibers_[begin + lane].state = State::runnable;
       }
     }
-    (state == State::at_warp_barrier ? counts_.warp_barriers : counts_.shuffles) += 1;
     return true;
   }
 
@@ -377,7 +374,6 @@ class Block {
       fiber.state = State::runnable;
     }
     ++generation_;
-    ++counts_.block_barriers;
   }
 
   UNWATCHED void check_guards() const {
@@ -393,7 +389,6 @@ class Block {
   const std::function<void()>& kernel_;
   std::mt19937_64& random_;
   Meeting& end_;
-  Counts& counts_;
   std::vector<Fiber> fibers_;
   std::vector<WarpMeetings> warp_meetings_;
   std::unique_ptr<unsigned char, Free> memory_;
@@ -412,8 +407,7 @@ UNWATCHED void enter_fiber() { block->begin_fiber(); }
 
 }  // namespace
 
-UNWATCHED Counts run(const Launch& launch, const std::function<void()>& kernel) {
-  Counts counts;
+UNWATCHED void run(const Launch& launch, const std::function<void()>& kernel) {
   std::mt19937_64 random(launch.seed);
   std::vector<unsigned> indices(launch.blocks);
   std::iota(indices.begin(), indices.end(), 0u);
@@ -424,19 +418,17 @@ UNWATCHED Counts run(const Launch& launch, const std::function<void()>& kernel) 
   }
   Meeting end;  // of all blocks: nothing orders them among themselves
   for (const unsigned index : indices) {
-    Block one(launch, index, kernel, random, end, counts);
+    Block one(launch, index, kernel, random, end);
     block = &one;
     one.run();
   }
   end.acquire();
-  return counts;
 }
 
 UNWATCHED Index thread_index() { return {block->thread()}; }
 UNWATCHED Index block_index() { return {block->index()}; }
 UNWATCHED Index block_size() { return {block->threads()}; }
 UNWATCHED void* shared_memory() { return block->shared(); }
-UNWATCHED size_t shared_bytes() { return block->shared_bytes(); }
 UNWATCHED void block_barrier() { block->wait_for_block(); }
 UNWATCHED void warp_barrier(unsigned mask) { block->wait_for_warp(mask); }
 

@@ -32,20 +32,13 @@ struct Launch {
   uint64_t seed = 0;
 };
 
-// What was executed: by a whole block, and by all warps of all blocks.
-struct Counts {
-  uint64_t block_barriers = 0;
-  uint64_t warp_barriers = 0;
-  uint64_t shuffles = 0;
-};
-
 // A mistake of the kernel.
 struct Mistake : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // Runs kernel() once per thread of every block, blocks in the launch's order too.
-Counts run(const Launch& launch, const std::function<void()>& kernel);
+void run(const Launch& launch, const std::function<void()>& kernel);
 
 // For the thread that is running.
 struct Index {
@@ -55,7 +48,6 @@ Index thread_index();
 Index block_index();
 Index block_size();
 void* shared_memory();
-size_t shared_bytes();
 
 void block_barrier();
 void warp_barrier(unsigned mask);

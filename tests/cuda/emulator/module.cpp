@@ -1,10 +1,8 @@
 // The CUDA kernels of csrc/cuda, run on the host by host_cuda.h, for Python. Tensors come as addresses.
 #include <pybind11/pybind11.h>
 
-// The kernels copy bits of numbers, which is as good for Counted as it is for float.
-#pragma GCC diagnostic ignored "-Wclass-memaccess"
-#include "counted.h"
 #include "cuda/linalg/launch.h"
+#include "emulator.h"
 #include "mistakes.h"
 
 namespace py = pybind11;
@@ -12,22 +10,15 @@ using namespace overtone::cuda;
 
 namespace {
 
-// How the stand-in runs a launch; collects what was executed.
+// How the stand-in runs a launch.
 struct Runner {
   host_cuda::Order order;
   uint64_t seed;
-  py::dict counts;
 
   template <class Call>
   void operator()(void (*kernel)(Call), const Grid& grid, const Call& call) {
     const host_cuda::Launch launch{grid.blocks, grid.threads, grid.shared_bytes, order, seed};
-    host_cuda::tally = {};
-    const host_cuda::Counts found = host_cuda::run(launch, [&] { kernel(call); });
-    counts["block_barriers"] = found.block_barriers;
-    counts["warp_barriers"] = found.warp_barriers;
-    counts["shuffles"] = found.shuffles;
-    counts["flops"] = host_cuda::tally.flops;  // of Counted only
-    counts["shared"] = host_cuda::tally.loads + host_cuda::tally.stores;
+    host_cuda::run(launch, [&] { kernel(call); });
   }
 };
 
@@ -43,29 +34,27 @@ Matrices<T> matrices(uintptr_t data, const py::tuple& sizes, const py::tuple& st
 }
 
 template <class T>
-py::dict eigh(uintptr_t a, py::tuple sizes, py::tuple strides, bool upper, uintptr_t values, uintptr_t vectors,
-              uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
+void eigh(uintptr_t a, py::tuple sizes, py::tuple strides, bool upper, uintptr_t values, uintptr_t vectors,
+          uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
   const EighCall<T> call{
       matrices<T>(a, sizes, strides), sizes[1].cast<int>(), upper, pointer<T>(values), pointer<T>(vectors),
       pointer<int32_t>(info)};
-  Runner runner{order, seed, {}};
+  Runner runner{order, seed};
   launch_eigh(call, path, [&](auto... arguments) { runner(arguments...); });
-  return runner.counts;
 }
 
 template <class T>
-py::dict eig(uintptr_t a, py::tuple sizes, py::tuple strides, bool row_stochastic, uintptr_t values,
-             uintptr_t workspace, uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
+void eig(uintptr_t a, py::tuple sizes, py::tuple strides, bool row_stochastic, uintptr_t values, uintptr_t workspace,
+         uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
   const EigCall<T> call{matrices<T>(a, sizes, strides), sizes[1].cast<int>(),  row_stochastic, pointer<T>(values),
                         pointer<T>(workspace),          pointer<int32_t>(info)};
-  Runner runner{order, seed, {}};
+  Runner runner{order, seed};
   launch_eig(call, path, [&](auto... arguments) { runner(arguments...); });
-  return runner.counts;
 }
 
 template <class T>
-py::dict qr(uintptr_t a, py::tuple sizes, py::tuple strides, int q_columns, int r_rows, uintptr_t q, uintptr_t r,
-            uintptr_t info, host_cuda::Order order, uint64_t seed) {
+void qr(uintptr_t a, py::tuple sizes, py::tuple strides, int q_columns, int r_rows, uintptr_t q, uintptr_t r,
+        uintptr_t info, host_cuda::Order order, uint64_t seed) {
   const QrCall<T> call{matrices<T>(a, sizes, strides),
                        sizes[1].cast<int>(),
                        sizes[2].cast<int>(),
@@ -74,9 +63,8 @@ py::dict qr(uintptr_t a, py::tuple sizes, py::tuple strides, int q_columns, int 
                        pointer<T>(q),
                        pointer<T>(r),
                        pointer<int32_t>(info)};
-  Runner runner{order, seed, {}};
+  Runner runner{order, seed};
   launch_qr(call, [&](auto... arguments) { runner(arguments...); });
-  return runner.counts;
 }
 
 // Threads and bytes of shared memory of a block.
@@ -89,6 +77,7 @@ void define(py::module_& m) {
   m.def("qr", &qr<T>);
   m.def("eigh_path", &eigh_path<T>);
   m.def("eig_path", &eig_path<T>);
+  m.def("largest", &largest<T>);
   m.def("eigh_grid", [](int n, Path path) { return as_tuple(eigh_grid<T>(1, n, path)); });
   m.def("eig_grid", [](int n, Path path) { return as_tuple(eig_grid<T>(1, n, path)); });
   m.def("qr_grid", [](int n, Path) { return as_tuple(warp_grid<T>(1, QrSolver<T>::shared_size(n, n, n))); });
@@ -109,8 +98,6 @@ PYBIND11_MODULE(host_cuda_kernels, m) {
       .value("none", Path::none);
   m.attr("SHARED_EVERYWHERE") = kSharedEverywhere;
   py::module_ float32 = m.def_submodule("float32"), float64 = m.def_submodule("float64");
-  py::module_ counted = m.def_submodule("counted");
-  define<host_cuda::Counted>(counted);
   define<float>(float32);
   define<double>(float64);
   m.def("mistake", [](const std::string& name, host_cuda::Order order, uint64_t seed) {
