@@ -39,12 +39,12 @@ class SignedLayerNorm(nn.LayerNorm):
 
 def normalize_for_products(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x), for layers that cast what they take: under autocast to bfloat16 it is rounded on the way."""
-    if not _is_rounded(norm, x):
-        return norm(x)
-    return rounded_layer_norm(x, norm.weight, norm.bias, norm.eps)
+    if isinstance(norm, nn.LayerNorm) and _is_rounded(norm, x):
+        return rounded_layer_norm(x, norm.weight, norm.bias, norm.eps)
+    return norm(x)
 
 
-def _is_rounded(norm: nn.Module, x: Tensor) -> bool:
+def _is_rounded(norm: nn.LayerNorm, x: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.is_autocast_enabled("cpu"):
         return False
     if torch.get_autocast_dtype("cpu") != torch.bfloat16 or not is_plain(norm, nn.LayerNorm) or has_global_hooks():
