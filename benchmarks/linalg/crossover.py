@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 import overtone as ot
-from overtone import _C
+from overtone import hardware
 from overtone.benchmarks.harness.case import Call
 from overtone.benchmarks.harness.timing import Plan, interleave
 
@@ -34,7 +34,7 @@ def bound(solver, a: torch.Tensor) -> tuple[Call, bool]:
     """The call, after it ran once, and whether it went to LAPACK."""
     call = Call(lambda _: solver(a, backend="cpu"))
     call.run(None)
-    return call, _C.last_kernel().endswith("/lapack")
+    return call, hardware.last_kernel().endswith("/lapack")
 
 
 def fit(name: str, dtype: torch.dtype, lanes: int) -> None:
@@ -49,7 +49,7 @@ def fit(name: str, dtype: torch.dtype, lanes: int) -> None:
         alone_seconds, item_seconds = (measured.timings[each].minimum for each in ("alone", "item"))
         worth = n * alone_seconds / item_seconds
         verdict = "lanes" if item_seconds < lanes * alone_seconds else "LAPACK"
-        mark = "" if measured.trusted else " ~"
+        mark = "" if measured.reliable else " ~"
         print(f"{name:9} {dtype} n = {n}: worth {worth:.0f}, {lanes} matrices are for {verdict}{mark}")
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64):
         lanes = {"baseline": 16, "avx2": 32}.get(
-            _C.isa(), 64
+            hardware.isa() or "", 64
         ) // dtype.itemsize  # above AVX-512 are levels of its lanes
         for name in SOLVERS:
             fit(name, dtype, lanes)
