@@ -30,6 +30,14 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def vector_kernels() -> None:
+    """Tests that choose no level run the kernels of vectors, whose bfloat16 the reference judges; those that multiply
+    bfloat16 round more, and have tests of their own (`bf16_level`), judged by PyTorch at the same precision."""
+    if _extension.module is not None and _extension.module.isa() in BF16_LEVELS:
+        _extension.module.set_isa("avx512")
+
+
 def _at_level(level: str) -> Iterator[str]:
     native = _extension.module
     if native is None:
