@@ -224,7 +224,7 @@ def well_conditioned(matrices: Tensor, limit: float, cache: BasisCache) -> Tenso
     gram = (skew / scale).mT @ (skew / scale)
     # Clamped before the root, whose derivative at zero, where V is orthogonal, is infinite.
     eighth_power = (gram @ gram).square().sum((-2, -1), keepdim=True)
-    floor = torch.maximum(radius**8, radius.new_tensor(torch.finfo(radius.dtype).tiny))
+    floor = (radius**8).clamp(min=torch.finfo(radius.dtype).tiny)
     return q + radius * torch.maximum(eighth_power, floor) ** -0.125 * skew
 
 
