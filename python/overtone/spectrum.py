@@ -39,19 +39,19 @@ __all__ = [
     "SymmetricSpectrum",
     "basis_status",
     "condition_numbers",
+    "default_eigenvalue_scale",
     "evaluate",
     "fold",
     "guarantees",
     "make_spectrum",
-    "plain_magnitude",
     "well_conditioned",
 ]
 
 # The smallest |λ| of a bounded general spectrum: zero is a tie between smoothing and sharpening.
-SMALLEST = 1e-3
+MIN_EIGENVALUE = 1e-3
 
 
-def plain_magnitude(dim: int) -> float:
+def default_eigenvalue_scale(dim: int) -> float:
     """The root mean square of the singular values of W_V W_proj in a plain ViT, whose weights start at std 0.02."""
     return min(0.02**2 * dim, 2 / 3)
 
@@ -88,7 +88,7 @@ class SpectrumModule(nn.Module):
 
         Never above 1, so that a sharpening spectrum starts inside its guarantee.
         """
-        magnitude = plain_magnitude(self.dim) if magnitude is None else magnitude
+        magnitude = default_eigenvalue_scale(self.dim) if magnitude is None else magnitude
         # In at least float32, whatever the parameters are stored in: there is no QR of halves.
         basis, spread = (torch.empty_like(_wide(x)) for x in (self.basis.detach(), self.raw_eigenvalues.detach()))
         nn.init.orthogonal_(basis)
@@ -151,7 +151,7 @@ class SymmetricSpectrum(SpectrumModule):
 
     def _raw(self, size: Tensor) -> Tensor:
         # A bounded λ of zero would need an infinite ψ.
-        return (1 / size.clamp(SMALLEST, 1) - 1).sqrt() if self.bounded else size.sqrt()
+        return (1 / size.clamp(MIN_EIGENVALUE, 1) - 1).sqrt() if self.bounded else size.sqrt()
 
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, BasisResult]:
@@ -191,11 +191,11 @@ class GeneralSpectrum(SpectrumModule):
         self.condition_limit = None if condition_limit is None else float(condition_limit)
 
     def eigenvalues(self) -> Tensor:
-        low, high = sorted((self.sign * (SMALLEST if self.bounded else 0.0), self.sign * 1.0))
+        low, high = sorted((self.sign * (MIN_EIGENVALUE if self.bounded else 0.0), self.sign * 1.0))
         return _wide(self.raw_eigenvalues).clamp(low, high)
 
     def _raw(self, size: Tensor) -> Tensor:
-        return self.sign * size.clamp(SMALLEST if self.bounded else 0, 1)
+        return self.sign * size.clamp(MIN_EIGENVALUE if self.bounded else 0, 1)
 
     def group(self) -> tuple[Hashable, ...]:
         return *super().group(), self.max_condition, self.condition_limit

@@ -52,8 +52,8 @@ class TokenMetrics:
             cosine=cosine_similarity(x).cpu(),
             effective_rank=effective_rank(x).cpu(),
             stable_rank=stable_rank(x).cpu(),
-            similarity=metrics.similarity_of_norms(norms).cpu(),
-            diversity=metrics.diversity_of_norms(norms).cpu(),
+            similarity=metrics.similarity_from_norms(norms).cpu(),
+            diversity=metrics.diversity_from_norms(norms).cpu(),
         )
 
     @classmethod

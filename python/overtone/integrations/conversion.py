@@ -9,7 +9,7 @@ from overtone import _validate as validate
 from overtone import linalg
 from overtone.integrations.weights import AttentionWeights, RequiresGrad, write_linear
 from overtone.nn.attention import SpectralAttention
-from overtone.spectrum import SMALLEST
+from overtone.spectrum import MIN_EIGENVALUE
 
 __all__ = [
     "initialize",
@@ -49,7 +49,7 @@ def nearest_spectrum(w_v: Tensor, w_proj: Tensor, core: SpectralAttention) -> tu
     eigenvalues, vectors = linalg.eigh((weight + weight.mT) / 2)
     sign = core.spectrum.sign
     largest = 1.0 if core.spectrum.bounded or core.kind == "general" else float("inf")
-    clipped = sign * (sign * eigenvalues).clamp(SMALLEST, largest)
+    clipped = sign * (sign * eigenvalues).clamp(MIN_EIGENVALUE, largest)
     # How much head h contributes to the quotient v_jᵀ W v_j of eigenvector j.
     read = (vectors.mT @ w_v).unflatten(-1, (core.num_heads, -1))  # [j, h, k]
     written = (w_proj @ vectors).unflatten(0, (core.num_heads, -1))  # [h, k, j]

@@ -26,13 +26,13 @@ def token_similarity(x: Tensor, *, mask: Tensor | None = None, backend: str | No
     (float64 for float64 tokens) and differentiable.
     """
     x, mask = _checked("token_similarity", x, mask)
-    return metrics.similarity_of_norms(frequency_norms(x, mask=mask, backend=backend))
+    return metrics.similarity_from_norms(frequency_norms(x, mask=mask, backend=backend))
 
 
 def token_diversity(x: Tensor, *, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
     """‖HFC[x]‖²/‖x‖² = 1 − token_similarity, accurate also where it is tiny."""
     x, mask = _checked("token_diversity", x, mask)
-    return metrics.diversity_of_norms(frequency_norms(x, mask=mask, backend=backend))
+    return metrics.diversity_from_norms(frequency_norms(x, mask=mask, backend=backend))
 
 
 def escalation_rate(x: Tensor, y: Tensor, *, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -42,8 +42,8 @@ def escalation_rate(x: Tensor, y: Tensor, *, mask: Tensor | None = None, backend
     """
     x, x_mask = _checked("escalation_rate", x, mask)
     y = validate.matching("escalation_rate", "y", y, (*x.shape[:-1], "C"), x)
-    before = metrics.diversity_of_norms(frequency_norms(x, mask=x_mask, backend=backend))
-    return before / metrics.diversity_of_norms(frequency_norms(y, mask=x_mask, backend=backend))
+    before = metrics.diversity_from_norms(frequency_norms(x, mask=x_mask, backend=backend))
+    return before / metrics.diversity_from_norms(frequency_norms(y, mask=x_mask, backend=backend))
 
 
 def cosine_similarity(x: Tensor, *, mask: Tensor | None = None, backend: str | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from overtone.reference.frequency import _widen, frequency_norms
+from overtone.reference.frequency import frequency_norms, widen
 from overtone.types import FrequencyNorms
 
 
@@ -48,7 +48,7 @@ def spectral_attention(
     The rows of A still sum to one, a causal row sees no later key, and a fully masked row stays zero.
     """
     return folded_attention(
-        query, key, value, _widen(eigenvalues)[:, None] * _widen(basis), bias=bias, residual=residual,
+        query, key, value, widen(eigenvalues)[:, None] * widen(basis), bias=bias, residual=residual,
         sample_scale=sample_scale, attn_mask=attn_mask, is_causal=is_causal, scale=scale, head_gain=head_gain,
         gain=gain, addend=addend, return_norms=return_norms,
     )  # fmt: skip
@@ -69,19 +69,19 @@ def folded_attention(
     **logits,
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
     """spectral_attention with weight = diag(eigenvalues) · basis; `logits` are the options of attention_weights."""
-    heads = attention_weights(query, key, **logits) @ _widen(value)  # [B, H, N, D]
+    heads = attention_weights(query, key, **logits) @ widen(value)  # [B, H, N, D]
     if gain is not None:
-        heads = _widen(gain)[:, None, None] * heads
+        heads = widen(gain)[:, None, None] * heads
     if addend is not None:
-        heads = heads + _widen(addend)
-    y = heads.transpose(1, 2).flatten(2) @ _widen(weight)  # [B, N, E]
+        heads = heads + widen(addend)
+    y = heads.transpose(1, 2).flatten(2) @ widen(weight)  # [B, N, E]
     if bias is not None:
-        y = y + _widen(bias)
+        y = y + widen(bias)
     if sample_scale is not None:
-        y = _widen(sample_scale)[:, None, None] * y
+        y = widen(sample_scale)[:, None, None] * y
     dtype = query.dtype
     if residual is not None:
-        y = _widen(residual) + y
+        y = widen(residual) + y
         dtype = torch.promote_types(dtype, residual.dtype)
     rounded = y.to(dtype)
     return (rounded, frequency_norms(y)) if return_norms else rounded
@@ -97,16 +97,16 @@ def attention_weights(
     head_gain: Tensor | None = None,
 ) -> Tensor:
     """A = softmax(scale·QKᵀ + bias), [B, H, N, M] in float32 or float64; scale is 1/√D unless given."""
-    query, key = _widen(query), _widen(key)
+    query, key = widen(query), widen(key)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     logits = scale * (query @ key.transpose(-2, -1))
     takes_part = _takes_part(logits, attn_mask, is_causal)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits + _widen(attn_mask)
+        logits = logits + widen(attn_mask)
     weights = _softmax(logits, takes_part)
     if head_gain is None:
         return weights
-    gain = _widen(head_gain)[:, None, None]
+    gain = widen(head_gain)[:, None, None]
     return (1 + gain) * weights - gain * _uniform(takes_part, weights.dtype)
 
 

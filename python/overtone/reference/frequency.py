@@ -12,11 +12,11 @@ from torch import Tensor
 from overtone.types import FrequencyNorms
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _blank(x: Tensor, mask: Tensor | None) -> Tensor:
+def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask[..., None], 0)
 
 
@@ -42,11 +42,11 @@ def frequency_components(x: Tensor, *, mask: Tensor | None = None, is_causal: bo
     HFC is taken of the tokens' differences from the first one, which are exact where tokens are almost equal, so it
     keeps its digits far from zero; subtracting the rounded mean of the tokens themselves would lose them.
     """
-    wide = _blank(_widen(x), mask)
+    wide = zero_masked(widen(x), mask)
     anchor = _first_token(wide, mask).detach()  # HFC does not depend on it, so neither does the gradient
-    difference = _blank(wide - anchor, mask)
-    low = _blank(_mean(wide, mask, is_causal).expand_as(wide), mask)
-    high = _blank(difference - _mean(difference, mask, is_causal), mask)
+    difference = zero_masked(wide - anchor, mask)
+    low = zero_masked(_mean(wide, mask, is_causal).expand_as(wide), mask)
+    high = zero_masked(difference - _mean(difference, mask, is_causal), mask)
     return low, high
 
 
@@ -83,7 +83,7 @@ def frequency_norms(x: Tensor, *, mask: Tensor | None = None) -> FrequencyNorms:
 
     Where ‖HFC‖ is no more than rounding, it is zero and sends no gradient back: that would be a unit vector of noise.
     """
-    x = _blank(_widen(x), mask)
+    x = zero_masked(widen(x), mask)
     unit = power_near_largest(x, (-2, -1))
     low, high = (_frobenius(component) for component in frequency_components(x / unit, mask=mask))
     high = torch.where(high <= rounding_share(high.dtype) * low, 0, high)

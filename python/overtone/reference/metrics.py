@@ -10,19 +10,19 @@ import math
 import torch
 from torch import Tensor
 
-from overtone.reference.frequency import _blank, _widen, frequency_norms, power_near_largest
+from overtone.reference.frequency import frequency_norms, power_near_largest, widen, zero_masked
 from overtone.reference.linalg import eigvals
 from overtone.types import FrequencyNorms
 
 
 def token_similarity(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """t_sim = ‖LFC‖²/‖X‖², one for equal tokens. Tokens that are all zero are equal tokens: one."""
-    return similarity_of_norms(frequency_norms(x, mask=mask))
+    return similarity_from_norms(frequency_norms(x, mask=mask))
 
 
 def token_diversity(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """t_div = ‖HFC‖²/‖X‖² = 1 − t_sim, without that subtraction, which would round a small diversity away."""
-    return diversity_of_norms(frequency_norms(x, mask=mask))
+    return diversity_from_norms(frequency_norms(x, mask=mask))
 
 
 def escalation_rate(x: Tensor, y: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -41,13 +41,13 @@ def cosine_similarity(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
     return cosine_of_norms(frequency_norms(unit_tokens(x, mask), mask=mask), token_count(x, mask))
 
 
-def similarity_of_norms(norms: FrequencyNorms) -> Tensor:
+def similarity_from_norms(norms: FrequencyNorms) -> Tensor:
     low, high = _squares(norms)
     total = low + high
     return torch.where(total == 0, 1, low / _nonzero(total))
 
 
-def diversity_of_norms(norms: FrequencyNorms) -> Tensor:
+def diversity_from_norms(norms: FrequencyNorms) -> Tensor:
     low, high = _squares(norms)
     return high / _nonzero(low + high)
 
@@ -62,7 +62,7 @@ def cosine_of_norms(norms: FrequencyNorms, count: Tensor | int) -> Tensor:
 
 def unit_tokens(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Every token divided by its length; zero tokens stay zero."""
-    x = _blank(_widen(x), mask)
+    x = zero_masked(widen(x), mask)
     x = x / power_near_largest(x, (-1,))
     return x / _nonzero(torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
@@ -80,7 +80,7 @@ def effective_rank(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
     share = sigma / _nonzero(sigma.sum(-1, keepdim=True))
     entropy = -(share * _nonzero(share).log()).sum(-1)
     rank = torch.where((sigma > 0).any(-1), entropy.exp(), 0)
-    return torch.where(finite, rank, math.nan).to(_widen(x).dtype)
+    return torch.where(finite, rank, math.nan).to(widen(x).dtype)
 
 
 def stable_rank(x: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -120,7 +120,7 @@ def _nonzero(x: Tensor) -> Tensor:
 def _finite_tokens(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Valid tokens over a power of two, which ranks do not see, and which samples are finite; zeros for the others (no
     solver takes those)."""
-    tokens = _blank(_widen(x), mask)
+    tokens = zero_masked(widen(x), mask)
     finite = tokens.isfinite().all(-1).all(-1)
     tokens = torch.where(finite[..., None, None], tokens, 0)
     return tokens / power_near_largest(tokens, (-2, -1)), finite
