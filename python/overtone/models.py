@@ -7,6 +7,7 @@ the field are one switch, `method`, away from each other.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,13 +31,17 @@ __all__ = ["METHODS", "Block", "ViTConfig", "VisionTransformer", "vit_base", "vi
 #: The methods, and the default of each one's strength (None: it has none).
 METHODS: dict[str, float | None] = {
     "plain": None,
-    "de_escalation": 1.0,  # τ, after every block
-    "feat_scale": None,  # after every block
-    "contranorm": 0.1,  # s, after every block
+    "de_escalation": 1.0,  # τ, at filter_place
+    "feat_scale": None,  # at filter_place
+    "contranorm": 0.1,  # s, at filter_place
     "attn_scale": None,  # in every attention
     "centered": None,  # in every attention
     "neutreno": 0.6,  # γ, in every attention but the first
 }
+
+#: Where a block applies the filter of a method that is one.
+FILTERS = ("de_escalation", "feat_scale", "contranorm")
+FILTER_PLACES = ("block", "residual", "attention")
 
 _RENAMED_METHODS = {"centred": "centered"}
 _RENAMED_OPTIONS = {
@@ -63,6 +68,7 @@ class ViTConfig:
         regime: "free" (ordinary weights), "sharpen" or "smooth", or a sequence with one for each block.
         kind: of the spectra, "symmetric" or "general".
         bounded: keeps eigenvalues in [−1, 0) or (0, 1].
+        condition_limit: of V in spectra of kind "general", kept by their parametrization; None: no limit.
         init_eigenvalue: |λ| of spectra at initialization, uniform in [0.5, 1.5] times this; default: the scale of a
             plain ViT's weights, which is small for few channels.
         norm: "pre" (LayerNorm before attention and MLP) or "post".
@@ -70,6 +76,11 @@ class ViTConfig:
         pool: "token" (a class token) or "mean" (of the tokens).
         method: one of METHODS.
         strength: τ, s or γ of a method that has one; default: that of METHODS.
+        filter_place: where the filter of "de_escalation", "feat_scale" and "contranorm" stands: "block" (on the result
+            of a block), "residual" (on the stream after attention's residual, before the norm or the MLP), or
+            "attention" (on attention's output, before it is added).
+        mimetic_init: β of mimetic initialization, or None: layers with ordinary weights start at
+            W_V W_proj = −βI + noise, the noise being what the product would be otherwise (Trockman and Kolter 2023).
         drop_path: stochastic depth, the rate of the last block; it grows linearly from 0.
         grad_checkpointing: recompute blocks in backward instead of storing their activations.
         pos_embed_std: of the position embeddings at initialization; small data learns faster with more than timm's
@@ -88,12 +99,15 @@ class ViTConfig:
     regime: str | Sequence[str] = "free"
     kind: str = "symmetric"
     bounded: bool = False
+    condition_limit: float | None = 20.0
     init_eigenvalue: float | None = None
     norm: str = "pre"
     norm_sign: int | None = None
     pool: str = "token"
     method: str = "plain"
     strength: float | None = None
+    filter_place: str = "block"
+    mimetic_init: float | None = None
     drop_path: float = 0.0
     grad_checkpointing: bool = False
     pos_embed_std: float = 0.02
@@ -114,6 +128,9 @@ class ViTConfig:
         self._require(self.num_classes >= 0, "num_classes", "0 or more")
         self._require(self.mlp_ratio * self.dim >= 1, "mlp_ratio", f"at least one hidden channel for dim = {self.dim}")
         self._require(self.init_eigenvalue is None or self.init_eigenvalue > 0, "init_eigenvalue", "more than 0")
+        limit = self.condition_limit
+        self._require(limit is None or 1 < limit < math.inf, "condition_limit", "more than 1, or None")
+        self._require(self.mimetic_init is None or 0 <= self.mimetic_init < math.inf, "mimetic_init", "0 or more")
         self._require(0 <= self.drop_path <= 1, "drop_path", "0 to 1")
         self._require(self.pos_embed_std >= 0, "pos_embed_std", "0 or more")
 
@@ -130,6 +147,11 @@ class ViTConfig:
         validate.one_of("ViTConfig", "method", self.method, tuple(METHODS))
         has_strength = METHODS[self.method] is not None
         self._require(self.strength is None or has_strength, "strength", f"None: method {self.method!r} has none")
+        validate.one_of("ViTConfig", "filter_place", self.filter_place, FILTER_PLACES)
+        is_moved = self.filter_place != "block"
+        self._require(
+            not is_moved or self.method in FILTERS, "filter_place", f"'block': method {self.method!r} has no filter"
+        )
         for name in ("qkv_bias", "bounded", "grad_checkpointing"):
             validate.flag("ViTConfig", name, getattr(self, name))
 
@@ -175,7 +197,7 @@ class Block(nn.Module):
         self.attn = _make_attention(config, layer, factory)
         self.norm2 = _make_norm(config, factory)
         self.mlp = Mlp(config.dim, int(config.dim * config.mlp_ratio), **factory)
-        self.filter = _make_filter(config, factory)
+        self.filter, self.filter_place = _make_filter(config, factory), config.filter_place
 
     def forward(
         self,
@@ -185,12 +207,13 @@ class Block(nn.Module):
         return_norms: bool = False,
     ) -> tuple[Tensor, FrequencyNorms | None]:
         x, norms = self._attend(x, spectrum, values_0, return_norms)
+        x = self._filtered(x, "residual")
         if self.post_norm:
             x = self.norm1(x)
             x = self.norm2(x + self._drop_path(self.mlp(x)))
         else:
             x = x + self._drop_path(self.mlp(self.norm2(x)))
-        return (x if self.filter is None else self.filter(x)), norms
+        return self._filtered(x, "block"), norms
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What attention sees of the block's input."""
@@ -201,12 +224,17 @@ class Block(nn.Module):
     ) -> tuple[Tensor, FrequencyNorms | None]:
         inputs = self.attention_input(x)
         options = {"spectrum": spectrum, "values_0": values_0}
-        if self.training and self.drop_path > 0:
-            x = x + self._drop_path(self.attn(inputs, **options))
+        is_filtered = self.filter is not None and self.filter_place == "attention"
+        if is_filtered or (self.training and self.drop_path > 0):
+            x = x + self._drop_path(self._filtered(self.attn(inputs, **options), "attention"))
             return x, frequency_norms(x) if return_norms else None
         if return_norms:
             return self.attn(inputs, residual=x, return_norms=True, **options)
         return self.attn(inputs, residual=x, **options), None
+
+    def _filtered(self, x: Tensor, place: str) -> Tensor:
+        """After the method's filter, if this is its place."""
+        return x if self.filter is None or place != self.filter_place else self.filter(x)
 
     def _drop_path(self, update: Tensor) -> Tensor:
         """Stochastic depth: a sample's update is left out with probability drop_path, and scaled up otherwise."""
@@ -230,6 +258,7 @@ def _make_attention(config: ViTConfig, layer: int, factory: dict) -> SpectralAtt
         config.regimes[layer],
         config.kind,
         bounded=config.bounded,
+        condition_limit=config.condition_limit,
         qkv_bias=config.qkv_bias,
         head_gain=config.method == "attn_scale",
         centered=config.method == "centered",
@@ -239,12 +268,24 @@ def _make_attention(config: ViTConfig, layer: int, factory: dict) -> SpectralAtt
 
 
 def _make_filter(config: ViTConfig, factory: dict) -> nn.Module | None:
-    """What is applied to the result of a block."""
+    """What is applied to tokens at config.filter_place."""
     if config.method == "de_escalation":
         return DeEscalation(config.method_strength)
     if config.method == "contranorm":
         return ContraNorm(config.method_strength)
     return FeatScale(config.dim, **factory) if config.method == "feat_scale" else None
+
+
+@torch.no_grad()
+def _mimetic(attention: SpectralAttention, beta: float) -> None:
+    """W_V W_proj = −βI + (the product of the weights as they are), each factor with half of its singular values."""
+    value = attention.qkv.weight[-attention.dim :]  # a Linear keeps Wᵀ
+    product = (attention.proj.weight.double() @ value.double()).mT
+    if product.is_meta:
+        return
+    left, sizes, right = torch.linalg.svd(product - beta * torch.eye(attention.dim).to(product))
+    value.copy_((left * sizes.sqrt()).mT)
+    attention.proj.weight.copy_((sizes.sqrt()[:, None] * right).mT)
 
 
 class PatchEmbed(nn.Module):
@@ -299,10 +340,11 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if self.config.init_eigenvalue is not None:
-            for block in self.layers:
-                if block.attn.regime != "free":
-                    block.attn.spectrum.reset_parameters(self.config.init_eigenvalue)
+        for attention in (block.attn for block in self.layers):
+            if attention.regime == "free" and self.config.mimetic_init is not None:
+                _mimetic(attention, self.config.mimetic_init)
+            elif attention.regime != "free" and self.config.init_eigenvalue is not None:
+                attention.spectrum.reset_parameters(self.config.init_eigenvalue)
         nn.init.trunc_normal_(self.pos_embed, std=float(self.config.pos_embed_std))
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)

@@ -9,7 +9,8 @@ Everything here is computed in float32, or float64 for float64 parameters, insid
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple, cast
 
@@ -28,11 +29,13 @@ __all__ = [
     "Guarantee",
     "SpectrumModule",
     "SymmetricSpectrum",
+    "condition_numbers",
     "evaluate",
     "fold",
     "guarantees",
     "make_spectrum",
     "plain_magnitude",
+    "well_conditioned",
 ]
 
 # The smallest |λ| of a bounded general spectrum: zero is a tie between smoothing and sharpening.
@@ -151,6 +154,9 @@ class GeneralSpectrum(SpectrumModule):
         regime: "sharpen" or "smooth".
         bounded: the clip interval leaves zero out, [−1, −0.001] or [0.001, 1]: zero is a tie.
         max_condition: the largest condition number ‖V‖₁‖V⁻¹‖₁ that forward accepts; above it, it raises.
+        condition_limit: keeps the condition number of V (the ratio of its singular values) at or below this whatever
+            `basis` is, so that training never meets a singular V; more than 1. V is then `well_conditioned(basis)`.
+            None: no limit.
     """
 
     def __init__(
@@ -160,11 +166,16 @@ class GeneralSpectrum(SpectrumModule):
         *,
         bounded: bool = False,
         max_condition: float = 1e5,
+        condition_limit: float | None = None,
         device=None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, regime, bounded, device, dtype)
+        if condition_limit is not None and not 1 < condition_limit < math.inf:
+            got, wanted = f"got {condition_limit!r}", "wanted a number above 1, or None"
+            raise ValueError(f"GeneralSpectrum: condition_limit: {got}, {wanted}")
         self.max_condition = float(max_condition)
+        self.condition_limit = None if condition_limit is None else float(condition_limit)
 
     def eigenvalues(self) -> Tensor:
         low, high = sorted((self.sign * (SMALLEST if self.bounded else 0.0), self.sign * 1.0))
@@ -174,11 +185,51 @@ class GeneralSpectrum(SpectrumModule):
         return self.sign * size.clamp(SMALLEST if self.bounded else 0, 1)
 
     def group(self) -> tuple[Hashable, ...]:
-        return *super().group(), self.max_condition
+        return *super().group(), self.max_condition, self.condition_limit
 
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        return matrices, inverse_basis(matrices, cast(GeneralSpectrum, members[0]).max_condition, cache)
+        first = cast(GeneralSpectrum, members[0])
+        if first.condition_limit is not None:
+            matrices = well_conditioned(matrices, first.condition_limit, cache)
+        return matrices, inverse_basis(matrices, first.max_condition, cache)
+
+
+def well_conditioned(matrices: Tensor, limit: float, cache: BasisCache) -> Tensor:
+    """V = Q + t(B D⁻¹ − Q) for B = QR [..., n, n], D = diag R: a basis whose condition number is at most `limit`.
+
+    B D⁻¹ has the columns of B in other lengths, so V Λ V⁻¹ is that of B wherever t = 1. With N = QᵀB D⁻¹ − I, which is
+    strictly triangular, V = Q(I + tN), and its condition number is at most (1 + t‖N‖)/(1 − t‖N‖): t is as much of 1 as
+    keeps t‖N‖ at ρ = (limit − 1)/(limit + 1) or below, with tr((NᵀN)⁴)^⅛ in the place of ‖N‖, which it is never below.
+    """
+    q = orthonormal_basis(matrices, cache)
+    smallest = torch.finfo(matrices.dtype).eps * torch.linalg.vector_norm(matrices.detach(), dim=-2, keepdim=True)
+    lengths = torch.maximum((q * matrices).sum(-2, keepdim=True), smallest)
+    skew = matrices / lengths - q
+    scale = skew.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1)  # powers of huge numbers would overflow
+    radius = (limit - 1) / (limit + 1) / scale
+    gram = (skew / scale).mT @ (skew / scale)
+    # Clamped before the root, whose derivative at zero, where V is orthogonal, is infinite.
+    eighth_power = (gram @ gram).square().sum((-2, -1), keepdim=True)
+    floor = torch.maximum(radius**8, radius.new_tensor(torch.finfo(radius.dtype).tiny))
+    return q + radius * torch.maximum(eighth_power, floor) ** -0.125 * skew
+
+
+@torch.no_grad()
+def condition_numbers(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    """The condition number (largest over smallest singular value) of V, by the name of every GeneralSpectrum.
+
+    Args:
+        model: that holds them.
+        weights: whole parameters by their names, where the model's own are sharded or others are wanted.
+    """
+    found = {}
+    for name, part in model.named_modules():
+        if isinstance(part, GeneralSpectrum):
+            basis = part.basis if weights is None else weights[f"{name}.basis".lstrip(".")]
+            v, _ = part.bases(_wide(basis.detach())[None], [part], BasisCache())
+            found[name] = float(torch.linalg.cond(v[0].double()))
+    return found
 
 
 KINDS: dict[str, type[SpectrumModule]] = {"symmetric": SymmetricSpectrum, "general": GeneralSpectrum}

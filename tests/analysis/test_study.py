@@ -1,4 +1,4 @@
-"""The study: its facts come out on a quick one, its report stands alone, and what is finished is not repeated."""
+"""The study: its claims come out on a quick one, its report stands alone, and what is finished is not repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn")
 from overtone.study import Plan, study
 from overtone.study import runs as study_runs
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
-from overtone.study.results import Spread
+from overtone.study.results import MeanStd
 from overtone.study.tables import all_tables, ranking
 from overtone.training import ConfigError, checkpoint
 
@@ -36,9 +36,9 @@ def outcome(tmp_path_factory):
     return study(PLAN, tmp_path_factory.mktemp("study"), jobs=2, progress=False)
 
 
-class TestFacts:
+class TestClaims:
     def test_all_come_out(self, outcome):
-        assert outcome.all_facts_hold and len(outcome.facts) == 5
+        assert outcome.all_claims_hold and len(outcome.claims) == 5
 
     def test_a_random_vit_base_smooths_in_every_case(self, outcome):
         counts = outcome.results.untrained.vit_base
@@ -65,15 +65,15 @@ class TestFacts:
                 assert curves[norm, regime, -1] == pytest.approx(other, rel=1e-3)
         assert curves["pre", "smooth", 1][-1] < curves["pre", "smooth", 1][0] < curves["pre", "sharpen", 1][-1]
 
-    def test_a_fact_that_does_not_come_out_is_told(self, outcome):
+    def test_a_claim_that_does_not_come_out_is_told(self, outcome):
         untrained = outcome.results.untrained
         spoiled = untrained._replace(
             de_escalated=untrained.de_escalated | {1.0: [0.0, 1e-3]},
             vit_base=untrained.vit_base | {"close": 1},
             norm_signs=untrained.norm_signs | {("pre", "smooth", -1): untrained.norm_signs["pre", "smooth", 1]},
         )
-        facts = dataclasses.replace(outcome.results, untrained=spoiled).facts()
-        assert [fact.holds for fact in facts] == [False, True, True, False, False]
+        claims = dataclasses.replace(outcome.results, untrained=spoiled).claims()
+        assert [claim.holds for claim in claims] == [False, True, True, False, False]
 
 
 class TestReport:
@@ -209,12 +209,12 @@ class TestWords:
         ],
     )
     def test_an_order_within_the_spread_is_not_claimed(self, means, std, expected):
-        ours = {regime: Spread(mean, std) for regime, mean in zip(self.PAPER, means, strict=True)}
+        ours = {regime: MeanStd(mean, std) for regime, mean in zip(self.PAPER, means, strict=True)}
         assert expected in ranking("With all data", ours, self.PAPER)
 
     def test_one_seed_has_no_deviation(self):
-        assert str(Spread.of([1.0])) == "1.00"
-        assert str(Spread.of([1.0, 3.0])) == "2.00 ± 1.41"
+        assert str(MeanStd.of([1.0])) == "1.00"
+        assert str(MeanStd.of([1.0, 3.0])) == "2.00 ± 1.41"
 
 
 class TestCommand:
@@ -224,8 +224,8 @@ class TestCommand:
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == f"Report: {outcome.report}"
 
-    def test_a_fact_that_fails_is_status_1(self, capsys, monkeypatch, outcome):
-        failed = outcome._replace(facts=[outcome.facts[0]._replace(holds=False)])
+    def test_a_claim_that_fails_is_status_1(self, capsys, monkeypatch, outcome):
+        failed = outcome._replace(claims=[outcome.claims[0]._replace(holds=False)])
         monkeypatch.setattr("overtone.study.study", lambda *_, **__: failed)
         assert cli.main(["study", "--quick"]) == 1
 

@@ -83,6 +83,49 @@ def test_norms_are_those_of_the_stream_after_attention(regime):
     assert model.patch_embed.proj.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_filter_stands_where_it_is_put(norm, training):
+    """Against the block written out."""
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(1))
+    for place in ("block", "residual", "attention"):
+        model = small("free", method="de_escalation", strength=0.7, filter_place=place, norm=norm, depth=1)
+        block = model.train(training).blocks[0]
+        filters = {
+            name: block.filter if name == place else (lambda x: x) for name in ("block", "residual", "attention")
+        }
+        update = filters["attention"](block.attn(x if norm == "post" else block.norm1(x)))
+        stream = x + update
+        wanted = filters["residual"](stream)
+        if norm == "post":
+            wanted = block.norm1(wanted)
+            wanted = block.norm2(wanted + block.mlp(wanted))
+        else:
+            wanted = wanted + block.mlp(block.norm2(wanted))
+        found, norms = block(x, return_norms=True)
+        torch.testing.assert_close(found, filters["block"](wanted))
+        torch.testing.assert_close(block(x)[0], found)
+        torch.testing.assert_close(norms, ot.frequency_norms(stream))
+
+
+def test_mimetic_initialization():
+    plain, mimetic = (small(["free", "free", "sharpen"], mimetic_init=beta).blocks[1].attn for beta in (None, 0.05))
+    products = [attn.qkv.weight[32:].T @ attn.proj.weight.T for attn in (plain, mimetic)]
+    torch.testing.assert_close(products[1], products[0] - 0.05 * torch.eye(16), rtol=0, atol=1e-6)
+    value, output = mimetic.qkv.weight[32:], mimetic.proj.weight
+    torch.testing.assert_close(value @ value.T, output.T @ output, rtol=0, atol=1e-6)  # each has half of it
+    assert torch.equal(mimetic.qkv.weight[:32], plain.qkv.weight[:32])
+    assert train(small("free", mimetic_init=0.05), steps=6)[-1] < train(small("free", mimetic_init=0.05), steps=1)[0]
+
+
+def test_the_condition_limit_holds_in_training():
+    for limit in (3.0, None):
+        model = small("sharpen", kind="general", condition_limit=limit)
+        train(model, steps=8, lr=0.1)
+        worst = max(ot.spectrum.condition_numbers(model).values())
+        assert (worst <= 3.0001) == (limit is not None)
+
+
 def test_mean_pooling_has_no_class_token():
     model = small(pool="mean")
     assert model.cls_token is None and model.pos_embed.shape == (1, 4, 16)
@@ -275,6 +318,10 @@ def test_wrong_arguments_say_what_is_wanted():
         ({"norm": "mid"}, "norm: got 'mid', wanted 'pre' or 'post'"),
         ({"method": "magic"}, "method: got 'magic', wanted 'plain' or"),
         ({"strength": 0.5}, "strength: got 0.5, wanted None: method 'plain' has none"),
+        ({"filter_place": "norm"}, "filter_place: got 'norm', wanted 'block' or"),
+        ({"filter_place": "residual"}, "filter_place: got 'residual', wanted 'block': method 'plain' has no filter"),
+        ({"mimetic_init": -0.1}, "mimetic_init: got -0.1, wanted 0 or more"),
+        ({"condition_limit": 1.0}, "condition_limit: got 1.0, wanted more than 1, or None"),
         ({"patch_size": 3}, "patch_size: got 3, wanted a divisor of image_size = 8"),
     ]:
         with pytest.raises(ValueError, match=f"ViTConfig: {message}"):

@@ -246,6 +246,61 @@ class TestEvaluate:
         assert set(ours.state_dict()) == {"basis", "raw_eigenvalues"}
 
 
+class TestConditionLimit:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("kind", ["orthogonal", "random", "graded", "two equal columns", "huge", "zero column"])
+    @pytest.mark.parametrize("limit", [1.5, 20.0])
+    def test_v_is_well_conditioned_and_its_gradient_finite_whatever_the_basis(self, kind, limit, dtype):
+        generator = torch.Generator().manual_seed(0)
+        basis = torch.randn(12, 12, generator=generator, dtype=dtype)
+        if kind == "orthogonal":
+            basis = torch.linalg.qr(basis).Q
+        elif kind == "graded":
+            basis *= 10.0 ** torch.linspace(-6, 6, 12, dtype=dtype)
+        elif kind == "two equal columns":
+            basis[:, 7] = basis[:, 2]
+        elif kind == "huge":
+            basis *= 1e15
+        elif kind == "zero column":
+            basis[:, 5] = 1e-30 * basis[:, 5]
+        spectrum = GeneralSpectrum(12, condition_limit=limit, dtype=dtype)
+        spectrum.basis.data.copy_(basis)
+        condition = torch.linalg.cond(spectrum().basis_in)
+        assert condition <= limit * (1 + 100 * torch.finfo(dtype).eps)
+        assert kind not in ("random", "two equal columns") or condition > 1.05, "it does not limit, it orthogonalizes"
+        compose(spectrum()).square().sum().backward()
+        assert spectrum.basis.grad.isfinite().all()
+
+    def test_a_basis_inside_it_is_kept(self):
+        """Up to the lengths of its columns, which V Λ V⁻¹ does not depend on."""
+        torch.manual_seed(0)
+        limited, plain = (GeneralSpectrum(8, condition_limit=limit, dtype=torch.float64) for limit in (20.0, None))
+        limited.basis.data.add_(0.05 * torch.randn(8, 8)).mul_(torch.linspace(0.1, 7, 8))
+        plain.load_state_dict(limited.state_dict())
+        assert 1.05 < ot.spectrum.condition_numbers(limited)[""] < 20
+        torch.testing.assert_close(compose(limited()), compose(plain()))
+
+    @pytest.mark.parametrize("limit", [1.5, 20.0, 1e6])
+    def test_gradients(self, limit):
+        generator = torch.Generator().manual_seed(1)
+        basis = torch.randn(5, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+        well_conditioned = ot.spectrum.well_conditioned
+        assert torch.autograd.gradcheck(lambda b: well_conditioned(b, limit, BasisCache()), (basis,))
+
+    def test_condition_numbers_by_name(self):
+        model = torch.nn.ModuleDict({"a": GeneralSpectrum(4), "b": SymmetricSpectrum(4)})
+        given = {"a.basis": torch.diag(torch.tensor([4.0, 1.0, 1.0, 1.0]))}
+        assert ot.spectrum.condition_numbers(model) == {"a": pytest.approx(1)}
+        assert ot.spectrum.condition_numbers(model, given) == {"a": pytest.approx(4)}
+
+    @pytest.mark.parametrize("limit", [1, 0.5, float("inf"), float("nan")])
+    def test_wrong_limits(self, limit):
+        with pytest.raises(
+            ValueError, match="GeneralSpectrum: condition_limit: got .*, wanted a number above 1, or None"
+        ):
+            GeneralSpectrum(4, condition_limit=limit)
+
+
 def test_wrong_arguments_say_what_is_wanted():
     with pytest.raises(ValueError, match="regime: got 'flat', wanted 'sharpen' or 'smooth'"):
         SymmetricSpectrum(4, "flat")

@@ -30,7 +30,7 @@ MAY = dict.fromkeys(BASE, BASE) | {
     "integrations": BASE | {"linalg", "spectrum", "nn"},
     "report": BASE,
     "analysis": BASE | {"reference", "ops", "linalg", "report"},
-    "training": BASE | {"models"},
+    "training": BASE | {"spectrum", "models"},
     "study": BASE | {"backends", "models", "nn", "analysis", "training", "report", "overtone"},
     "tools": {"triton_kernels", "_extension"},
     "benchmarks": BASE | {"overtone", "reference", "ops", "nn", "models", "backends", "report"},

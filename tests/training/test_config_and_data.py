@@ -119,6 +119,28 @@ def test_digits_are_split_evenly_and_the_same_for_every_seed():
     assert abs(pixels.mean()) < 0.05 and abs(pixels.std() - 1) < 0.05
 
 
+def test_validation_images_are_training_images_and_no_test_image_is_seen():
+    test, held_out = (load_data(TrainConfig(evaluate_on=name)) for name in ("test", "validation"))
+    whole = {image.numpy().tobytes() for image in test.train.images(torch.arange(len(test.train.labels)))}
+    parts = [
+        {image.numpy().tobytes() for image in images.images(torch.arange(len(images.labels)))}
+        for images in (held_out.train, held_out.test)
+    ]
+    assert parts[0] | parts[1] == whole and not parts[0] & parts[1]
+    counts = torch.bincount(test.train.labels)
+    assert torch.bincount(held_out.test.labels).tolist() == [round(0.2 * count) for count in counts.tolist()]
+    part = load_data(TrainConfig(evaluate_on="validation", fraction=0.1))
+    assert torch.equal(part.test.labels, held_out.test.labels), "a fraction is one of the training images only"
+
+
+def test_saved_general_spectra_without_a_limit_have_none():
+    values = TrainConfig(kind="general").to_dict()
+    assert TrainConfig.from_saved(values, "here").condition_limit == TrainConfig().condition_limit
+    del values["condition_limit"]
+    assert TrainConfig.from_saved(values, "here").condition_limit is None
+    assert TrainConfig.from_saved(values | {"kind": "symmetric"}, "here") == TrainConfig()
+
+
 def test_a_smaller_fraction_is_part_of_a_larger_one():
     labels = torch.arange(1000) % 7
     half, _ = training.data.stratified(labels, 0.5, rng.FRACTION)

@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: written; 1: a run failed, or a fact did not come out; 2: a mistake in what was asked."""
+    """0: written; 1: a run failed, or a claim did not come out; 2: a mistake in what was asked."""
     from overtone.study import Plan, study
     from overtone.training import TrainingError
 
@@ -40,22 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
             epochs=arguments.epochs,
             quick=arguments.quick,
         )
-        outcome = study(plan, folder, jobs=arguments.jobs)
+        result = study(plan, folder, jobs=arguments.jobs)
     except TrainingError as error:
         return _fail(str(error), error.exit_status)
     except KeyboardInterrupt:
-        return _fail(f"stopped; the same command goes on ({folder})", 130)
-    _print_summary(outcome)
-    return 0 if outcome.all_facts_hold else 1
-
-
-def _print_summary(outcome) -> None:
-    from overtone.study.tables import all_tables
-
-    tables = all_tables(outcome.results)
-    for name in ("table1-dominance", "table2-less-data", "table3-corruptions", "facts"):
-        print(tables[name].text(), end="\n\n")
-    print(f"Report: {outcome.report}")
+        return _fail(f"interrupted; run the same command again to continue ({folder})", 130)
+    print(result.summary())
+    return 0 if result.all_claims_hold else 1
 
 
 def _fail(message: str, status: int) -> int:

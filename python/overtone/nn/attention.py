@@ -53,6 +53,7 @@ class SpectralAttention(nn.Module):
             `proj`, named and shaped as in timm).
         kind: of the spectrum, "symmetric" or "general".
         bounded: keeps λ in [−1, 0) or (0, 1]; see ot.spectrum.
+        condition_limit: of V, for kind "general"; see ot.spectrum.GeneralSpectrum.
         qkv_bias: biases for queries and keys (and values, where the regime is "free").
         proj_bias: a bias for the output; default: only where the regime is "free".
         head_gain: AttnScale's ω, one per head, learned, initially zero.
@@ -81,6 +82,7 @@ class SpectralAttention(nn.Module):
         kind: str = "symmetric",
         *,
         bounded: bool = False,
+        condition_limit: float | None = None,
         qkv_bias: bool = True,
         proj_bias: bool | None = None,
         head_gain: bool = False,
@@ -108,7 +110,8 @@ class SpectralAttention(nn.Module):
             self.register_buffer("_ones", torch.ones(dim, **factory), persistent=False)
         else:
             self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias, **factory)
-            self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **factory)
+            limit = {"condition_limit": condition_limit} if kind == "general" else {}
+            self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **limit, **factory)
             self.bias = nn.Parameter(torch.zeros(dim, **factory)) if proj_bias else None
         self.head_gain = nn.Parameter(torch.zeros(num_heads, **factory)) if head_gain else None
 

@@ -2,11 +2,11 @@
 
     from overtone.study import Plan, study
 
-    outcome = study(Plan.of("digits"), "reports/study-digits")     # goes on where it was stopped
-    print(outcome.report, outcome.all_facts_hold)
+    result = study(Plan.of("digits"), "reports/study-digits")     # goes on where it was stopped
+    print(result.report, result.all_claims_hold)
 
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
 
 from overtone.study.plan import REGIMES, Plan, Run
-from overtone.study.study import Outcome, study
+from overtone.study.study import StudyResult, study

@@ -12,7 +12,7 @@ from overtone.report.figures import COLORS, Curve, Figure
 from overtone.study import papers
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
 from overtone.study.plan import FRACTIONS, REGIMES
-from overtone.study.results import Results, Spread, share_of
+from overtone.study.results import MeanStd, Results, share_of
 from overtone.training import load_data
 
 
@@ -189,7 +189,7 @@ def de_escalation(results: Results) -> Figure:
     )
 
 
-def _curve(label: str, x: Sequence[float], spreads: list[Spread], color: str, dashed: bool = False) -> Curve:
+def _curve(label: str, x: Sequence[float], spreads: list[MeanStd], color: str, dashed: bool = False) -> Curve:
     """Means, and a band of one deviation where it is known."""
     means = [spread.mean for spread in spreads]
     if any(spread.std != spread.std for spread in spreads):

@@ -48,7 +48,7 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
         summary=_lead(results),
         key_figures=_key_figures(results),
         sections=[
-            Section("What must come out", [IDEA], tables=[tables["facts"]]),
+            Section("What must come out", [IDEA], tables=[tables["claims"]]),
             Section(
                 "Which eigenvalue dominates",
                 [_dominance_words(results)],
@@ -73,9 +73,9 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
 
 
 def _lead(results: Results) -> str:
-    wrong = [fact.claim for fact in results.facts() if not fact.holds]
+    wrong = [claim.text for claim in results.claims() if not claim.holds]
     ends = {regime: results.curve(regime, "trained", "ratio")[-1].mean for regime in REGIMES}
-    verdict = f"{len(wrong)} of the proven facts did not come out: {'; '.join(wrong)}." if wrong else (
+    verdict = f"{len(wrong)} of the proven claims did not come out: {'; '.join(wrong)}." if wrong else (
         "Everything the papers prove came out."
     )  # fmt: skip
     return (
@@ -85,8 +85,8 @@ def _lead(results: Results) -> str:
 
 
 def _key_figures(results: Results) -> list[tuple[str, str]]:
-    facts = results.facts()
-    figures = [(f"{sum(fact.holds for fact in facts)} of {len(facts)}", "proven facts came out")]
+    claims = results.claims()
+    figures = [(f"{sum(claim.holds for claim in claims)} of {len(claims)}", "proven claims came out")]
     for regime, label in REGIMES.items():
         figures.append((f"{results.share(regime, 'trained', 'perron').mean:.4g} %", f"of {label}'s cases smooth"))
     for regime, label in REGIMES.items():

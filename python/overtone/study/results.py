@@ -1,4 +1,4 @@
-"""The runs of a study put together: means over seeds with their deviation, and the facts that must come out."""
+"""The runs of a study put together: means over seeds with their deviation, and the claims that must come out."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from overtone.study.plan import REGIMES, Plan, Run
 ZERO = torch.finfo(torch.float32).eps
 
 
-class Spread(NamedTuple):
+class MeanStd(NamedTuple):
     """A mean over seeds, and the seeds' standard deviation (nan for one seed)."""
 
     mean: float
     std: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> MeanStd:
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" if math.isnan(self.std) else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
-class Fact(NamedTuple):
+class Claim(NamedTuple):
     """Something the papers prove, and whether it came out here."""
 
-    claim: str
+    text: str
     found: str
     holds: bool
 
@@ -54,60 +54,60 @@ class Results:
         """A regime's runs, one per seed."""
         return [m for run, m in self.runs.items() if run.regime == regime and run.fraction == fraction]
 
-    def accuracy(self, regime: str, fraction: float) -> Spread:
+    def accuracy(self, regime: str, fraction: float) -> MeanStd:
         """On the test images, in %."""
-        return Spread.of([100 * m["accuracy"] for m in self.of(regime, fraction)])
+        return MeanStd.of([100 * m["accuracy"] for m in self.of(regime, fraction)])
 
-    def corrupted(self, regime: str, severity: int) -> Spread:
+    def corrupted(self, regime: str, severity: int) -> MeanStd:
         """Accuracy in %, the mean over the kinds of corruption; severity 0: none."""
         if severity == 0:
             return self.accuracy(regime, 1.0)
         place = SEVERITIES.index(severity)
-        return Spread.of([100 * statistics.fmean(k[place] for k in m["corrupted"].values()) for m in self.of(regime)])
+        return MeanStd.of([100 * statistics.fmean(k[place] for k in m["corrupted"].values()) for m in self.of(regime)])
 
-    def corrupted_by(self, regime: str, kind: str) -> Spread:
+    def corrupted_by(self, regime: str, kind: str) -> MeanStd:
         """Accuracy in %, the mean over severities 1 … 5 of one kind."""
-        return Spread.of([100 * statistics.fmean(m["corrupted"][kind]) for m in self.of(regime)])
+        return MeanStd.of([100 * statistics.fmean(m["corrupted"][kind]) for m in self.of(regime)])
 
-    def share(self, regime: str, state: str, *verdicts: str) -> Spread:
+    def share(self, regime: str, state: str, *verdicts: str) -> MeanStd:
         """% of cases (image, layer, head) with one of these verdicts; state: "init" or "trained"."""
-        return Spread.of([share_of(m[state]["verdicts"], *verdicts) for m in self.of(regime)])
+        return MeanStd.of([share_of(m[state]["verdicts"], *verdicts) for m in self.of(regime)])
 
-    def curve(self, regime: str, state: str, metric: str) -> list[Spread]:
+    def curve(self, regime: str, state: str, metric: str) -> list[MeanStd]:
         """A metric of tokens before the first layer and after each."""
-        return [Spread.of(v) for v in zip(*(m[state]["curves"][metric] for m in self.of(regime)), strict=True)]
+        return [MeanStd.of(v) for v in zip(*(m[state]["curves"][metric] for m in self.of(regime)), strict=True)]
 
     def eigenvalues(self, regime: str, state: str) -> np.ndarray:
         """Of every head's H in all layers of all seeds, complex."""
         pairs = np.array([pair for m in self.of(regime) for pair in m[state]["eigenvalues"]])
         return pairs[:, 0] + 1j * pairs[:, 1]
 
-    def facts(self) -> list[Fact]:
+    def claims(self) -> list[Claim]:
         base = self.untrained.vit_base
         return [
-            Fact(
+            Claim(
                 "A ViT-B/16 with random weights: the Perron eigenvalue dominates in every case",
                 f"{base['perron']} of {sum(base.values())} cases",
                 base["perron"] == sum(base.values()),
             ),
-            self._trained_fact("smooth", "perron", "the Perron eigenvalue dominates in every case"),
-            self._trained_fact("sharpen", "other", "it dominates in no case, and every case is decided"),
+            self._trained_claim("smooth", "perron", "the Perron eigenvalue dominates in every case"),
+            self._trained_claim("sharpen", "other", "it dominates in no case, and every case is decided"),
             self._zero_similarity(),
             self._swapped_signs(),
         ]
 
-    def _trained_fact(self, regime: str, verdict: str, claim: str) -> Fact:
+    def _trained_claim(self, regime: str, verdict: str, claim: str) -> Claim:
         counts = [m["trained"]["verdicts"] for m in self.of(regime)]
         right, cases = sum(c[verdict] for c in counts), sum(sum(c.values()) for c in counts)
         word = "Perron" if verdict == "perron" else "another one"
-        return Fact(f"{REGIMES[regime]}, trained: {claim}", f"{word} in {right} of {cases} cases", right == cases)
+        return Claim(f"{REGIMES[regime]}, trained: {claim}", f"{word} in {right} of {cases} cases", right == cases)
 
-    def _zero_similarity(self) -> Fact:
+    def _zero_similarity(self) -> Claim:
         largest = max(self.untrained.de_escalated[1.0][1:])
         claim = "De-escalation with τ = 1 keeps token similarity at zero after every block"
-        return Fact(claim, f"at most {largest:.1e}", largest <= ZERO)
+        return Claim(claim, f"at most {largest:.1e}", largest <= ZERO)
 
-    def _swapped_signs(self) -> Fact:
+    def _swapped_signs(self) -> Claim:
         """With positive LayerNorm weights smoothing shrinks HFC/LFC and sharpening grows it, with negative ones not."""
         curves = {key[1:]: curve for key, curve in self.untrained.norm_signs.items() if key[0] == "pre"}
         is_swapped = all(
@@ -119,7 +119,7 @@ class Results:
             f"sharpen {ends['sharpen', 1]:.3g} → {ends['sharpen', -1]:.3g}"
         )
         claim = "Negative LayerNorm weights before attention swap smoothing and sharpening (HFC/LFC at the end, + → −)"
-        return Fact(claim, found, is_swapped)
+        return Claim(claim, found, is_swapped)
 
 
 def share_of(counts: dict[str, int], *verdicts: str) -> float:

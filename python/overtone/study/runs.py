@@ -24,7 +24,7 @@ from overtone.training import checkpoint, train
 MEASURES = "measures.json"
 # Each process holds a copy of torch, some hundred megabytes.
 MOST_JOBS = 8
-SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_POLLS = 0.5
 
 
 def run_all(
@@ -39,10 +39,10 @@ def run_all(
     missing = [run for run, measures in found.items() if measures is None]
     jobs = min(len(missing), jobs or default_jobs())
     with _Progress(runs, folder, progress) as bar:
-        bar.look(done=[run for run in runs if run not in missing])
+        bar.poll(done=[run for run in runs if run not in missing])
         for run, measures in _results(missing, folder, images, jobs, bar):
             found[run] = measures
-            bar.say(run, measures)
+            bar.report(run, measures)
     return {run: measures for run, measures in found.items() if measures is not None}
 
 
@@ -98,9 +98,9 @@ def _results(
         waiting = {pool.submit(finish, run, folder, images, forced_backend()): run for run in runs}
         while waiting:
             ready, _ = concurrent.futures.wait(
-                waiting, SECONDS_BETWEEN_LOOKS, return_when=concurrent.futures.FIRST_COMPLETED
+                waiting, SECONDS_BETWEEN_POLLS, return_when=concurrent.futures.FIRST_COMPLETED
             )
-            bar.look()
+            bar.poll()
             for future in ready:
                 yield waiting.pop(future), future.result()
     except BaseException:
@@ -141,7 +141,7 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self.bar.close()
 
-    def look(self, done: Sequence[Run] = ()) -> None:
+    def poll(self, done: Sequence[Run] = ()) -> None:
         """Where all runs are now; done: those that were finished before."""
         for run in done:
             self._finish(run)
@@ -150,14 +150,14 @@ class _Progress:
             self.bar.initial = reached  # what was there before says nothing about the time that is left
         self.bar.update(max(0.0, reached - self.bar.n))
 
-    def say(self, run: Run, measures: Measures) -> None:
+    def report(self, run: Run, measures: Measures) -> None:
         self._finish(run)
         if self.shown:
             text = (
                 f"[{self.total - len(self.left)}/{self.total}] {run}: {measures['accuracy']:.1%} of test images right"
             )
             self.bar.write(text, file=sys.stderr)
-        self.look()
+        self.poll()
 
     def _finish(self, run: Run) -> None:
         self.left.remove(run)

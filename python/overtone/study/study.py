@@ -8,28 +8,36 @@ from typing import NamedTuple
 
 import torch
 
-from overtone import _extension
+from overtone import hardware
 from overtone.backends import select
 from overtone.study.at_init import untrained
 from overtone.study.plan import Plan
-from overtone.study.results import Fact, Results
+from overtone.study.results import Claim, Results
 from overtone.study.runs import run_all
 from overtone.training import ConfigError, load_data
 
 
-class Outcome(NamedTuple):
+class StudyResult(NamedTuple):
     """What a study leaves."""
 
     report: Path
     results: Results
-    facts: list[Fact]
+    claims: list[Claim]
 
     @property
-    def all_facts_hold(self) -> bool:
-        return all(fact.holds for fact in self.facts)
+    def all_claims_hold(self) -> bool:
+        return all(claim.holds for claim in self.claims)
+
+    def summary(self) -> str:
+        """The papers' tables as text, what had to come out, and where the report is."""
+        from overtone.study.tables import all_tables
+
+        tables = all_tables(self.results)
+        shown = ("table1-dominance", "table2-less-data", "table3-corruptions", "claims")
+        return "\n\n".join([*(tables[name].text() for name in shown), f"Report: {self.report}"])
 
 
-def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: bool = True) -> Outcome:
+def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: bool = True) -> StudyResult:
     """Train what is not trained yet, measure it, and write report.html, a CSV per table and a PNG per figure.
 
     Args:
@@ -42,13 +50,13 @@ def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: 
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs: got {jobs}, wanted at least 1")
     folder = Path(folder)
-    where = where_it_runs()
+    where = backend_name()
     load_data(plan.config)  # missing or damaged data is told before anything is trained
     runs = run_all(plan.runs(), folder / "runs", images=plan.images, jobs=jobs, progress=progress)
     _say("random models: ViT-B/16, token similarity, LayerNorm's sign", progress)
     results = Results(plan, runs, untrained(plan.quick))
     _say("tables and figures", progress)
-    return Outcome(_write(results, folder, where), results, results.facts())
+    return StudyResult(_write(results, folder, where), results, results.claims())
 
 
 def _check_packages() -> None:
@@ -60,13 +68,11 @@ def _check_packages() -> None:
     del matplotlib, tqdm
 
 
-def where_it_runs() -> str:
+def backend_name() -> str:
     """The backend of the study's ops; raises where the one that was asked for cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = select("spectral_attention", None, torch.empty(0, device=device))
-    if backend != "cpu" or _extension.native is None:
-        return f"the {backend} backend"
-    return f"the cpu backend ({_extension.native.isa()} kernels)"
+    return f"the cpu backend ({hardware.isa()} kernels)" if backend == "cpu" else f"the {backend} backend"
 
 
 def _write(results: Results, folder: Path, where: str) -> Path:

@@ -9,7 +9,7 @@ from overtone.report.table import NONE, Cell, Table
 from overtone.study import papers
 from overtone.study.corruptions import SEVERITIES, STRENGTHS
 from overtone.study.plan import FRACTIONS, REGIMES
-from overtone.study.results import Results, Spread, share_of
+from overtone.study.results import MeanStd, Results, share_of
 
 UNDECIDED = ("tie", "close", "invalid")
 
@@ -17,7 +17,7 @@ UNDECIDED = ("tie", "close", "invalid")
 def all_tables(results: Results) -> dict[str, Table]:
     """By the name of their CSV file."""
     return {
-        "facts": facts_table(results),
+        "claims": claims_table(results),
         "table1-dominance": dominance_table(results),
         "table2-less-data": less_data_table(results),
         "table3-corruptions": corruptions_table(results),
@@ -28,9 +28,9 @@ def all_tables(results: Results) -> dict[str, Table]:
     }
 
 
-def facts_table(results: Results) -> Table:
-    rows = [["yes" if fact.holds else "NO", fact.claim, fact.found] for fact in results.facts()]
-    return Table("What must come out", ["came out", "fact", "here"], rows)
+def claims_table(results: Results) -> Table:
+    rows = [["yes" if claim.holds else "NO", claim.text, claim.found] for claim in results.claims()]
+    return Table("What must come out", ["came out", "claim", "here"], rows)
 
 
 def dominance_table(results: Results) -> Table:
@@ -130,7 +130,7 @@ def untrained_table(results: Results) -> Table:
     return Table("Without training: random weights and tokens", ["metric", "model", "layer", "value"], rows)
 
 
-def ranking(what: str, ours: Mapping[str, Spread], paper: Mapping[str, float]) -> str:
+def ranking(what: str, ours: Mapping[str, MeanStd], paper: Mapping[str, float]) -> str:
     """A sentence: is our order of the regimes the paper's, and is it more than the seeds' spread?"""
     order = sorted(ours, key=lambda regime: -ours[regime].mean)
     theirs = sorted(paper, key=lambda regime: -paper[regime])

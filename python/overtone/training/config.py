@@ -33,6 +33,10 @@ class TrainConfig:
     """Everything that decides a run. None stands for the data's default; see `resolved`."""
 
     data: DataName = _field("digits", "data", "digits (scikit-learn's), cifar10, cifar100, or folder")
+    evaluate_on: Literal["test", "validation"] = _field(
+        "test", "data", "validation: 20% of every class of the training images take the test images' place, as is "
+        "right for choosing a recipe"
+    )  # fmt: skip
     data_dir: str | None = _field(
         None,
         "data",
@@ -64,6 +68,14 @@ class TrainConfig:
     pool: Literal["token", "mean"] = _field("token", "model", "class token, or the mean of the tokens")
     method: str = _field("plain", "model", "plain, or de_escalation, feat_scale, contranorm, attn_scale, …")
     strength: float | None = _field(None, "model", "of a method that has one")
+    filter_place: Literal["block", "residual", "attention"] = _field(
+        "block", "model", "where de_escalation, feat_scale and contranorm stand: on a block's result, on the stream "
+        "after attention's residual, or on attention's output"
+    )  # fmt: skip
+    mimetic_init: float | None = _field(
+        None, "model", "β: ordinary weights start at W_V W_proj = −βI + noise", least=0.0
+    )
+    condition_limit: float | None = _field(20.0, "model", "of V in V Λ V⁻¹; more than 1", least=1.001)
     position_std: float = _field(0.02, "model", "of the position embeddings at first; more for small data", least=1e-6)
     eigenvalue_size: float | None = _field(
         None, "model", "|λ| of spectra at first (default: that of a plain ViT's weights)", least=1e-3
@@ -128,6 +140,12 @@ class TrainConfig:
             return cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+
+    @classmethod
+    def from_saved(cls, values: dict[str, Any], source: str) -> TrainConfig:
+        """The configuration in a checkpoint or model. Runs from before condition_limit existed had none."""
+        has_no_limit = values.get("kind") == "general" and "condition_limit" not in values
+        return cls.from_dict(values | {"condition_limit": None} if has_no_limit else values, source)
 
     @classmethod
     def from_json(cls, path: str | Path) -> TrainConfig:

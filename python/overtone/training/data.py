@@ -113,6 +113,11 @@ def load_data(config: TrainConfig) -> Data:
         from overtone.training.cifar import load_cifar
 
         data = load_cifar(config.data, config.data_dir)
+    if config.evaluate_on == "validation":
+        held_out, kept = stratified(data.train.labels, TEST_SHARE, rng.VALIDATION)
+        train, test = data.train.subset(kept), data.train.subset(held_out)
+        origin = f"{TEST_SHARE:.0%} of every class of the training images validate; the test images are not looked at"
+        data = data._replace(train=train, test=test, origin=origin)
     if config.fraction == 1:
         return data
     kept, _ = stratified(data.train.labels, config.fraction, rng.FRACTION)

@@ -33,6 +33,9 @@ def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer
         "pool": config.pool,
         "method": config.method,
         "strength": config.strength,
+        "filter_place": config.filter_place,
+        "mimetic_init": config.mimetic_init,
+        "condition_limit": config.condition_limit,
         "drop_path": config.drop_path,
         "grad_checkpointing": config.recompute,
         "in_channels": info.channels,
@@ -93,7 +96,7 @@ def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[s
 def load_config(run: str | Path) -> TrainConfig:
     """The configuration of a run."""
     path = _weights_file(run)
-    return TrainConfig.from_dict(_part(path, "config"), str(path))
+    return TrainConfig.from_saved(_part(path, "config"), str(path))
 
 
 def load_info(run: str | Path) -> DataInfo:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # The first key says what the numbers are for, so that no two uses share any.
 ORDER, SHIFT_ROWS, SHIFT_COLUMNS, FLIP, CROP_AREA, CROP_ROW, CROP_COLUMN = range(7)
-SPLIT, FRACTION, LAYERS, CORRUPTION = range(7, 11)
+SPLIT, FRACTION, LAYERS, CORRUPTION, VALIDATION = range(7, 12)
 
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's constants, as signed numbers
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)

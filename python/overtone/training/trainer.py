@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overtone.spectrum import condition_numbers
 from overtone.training import checkpoint, identity, logging, rng
 from overtone.training.augment import augmented
 from overtone.training.config import TrainConfig
@@ -85,7 +86,7 @@ def saved_config(folder: Path) -> TrainConfig | None:
     """The configuration of the run in the folder: its checkpoint's, or what it was started with; None without a run."""
     path = folder / checkpoint.CHECKPOINT
     if path.exists():
-        return TrainConfig.from_dict(checkpoint.read_run(path)["config"], str(path))
+        return TrainConfig.from_saved(checkpoint.read_run(path)["config"], str(path))
     path = folder / CONFIG
     return TrainConfig.from_json(path) if path.exists() else None
 
@@ -341,10 +342,12 @@ class Trainer:
             "seconds": self.seconds,
         }
         row |= {logging.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
-        self.history.append(row)
         self.sums = Sums(self.config.depth, self.device)
         self.seconds = 0.0
         weights = checkpoint.gathered(checkpoint.weights(self.model, self.average), self.processes.is_first)
+        if self.processes.is_first and self.config.kind == "general":
+            row |= {"condition": max(condition_numbers(self.model, weights).values(), default=math.nan)}
+        self.history.append(row)
         if self.processes.is_first:
             logging.write_csv(self.folder / "metrics.csv", self.history)
             self.events.write(row)
@@ -395,7 +398,7 @@ class Trainer:
         if self.processes.is_first:  # the others add nothing to what was summed before
             self.sums.restore(tensors)
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
-        before = TrainConfig.from_dict(state["config"], str(path))
+        before = TrainConfig.from_saved(state["config"], str(path))
         if self.processes.is_first:
             print(f"resumed at step {self.step} of {self.steps}", file=sys.stderr)
         if before.epochs != self.config.epochs:
