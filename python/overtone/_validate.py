@@ -109,6 +109,23 @@ def matching(
     raise _error(function, name, x, f"{' or '.join(map(str, dtypes))} of shape [{sizes}] on {like.device}")
 
 
+def broadcastable(function: str, name: str, x: object, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """A tensor broadcastable to `shape`, on `like`'s device, in its dtype or its statistics'; or None."""
+    if x is None:
+        return None
+    dtypes = dict.fromkeys((like.dtype, statistics_dtype(like.dtype)))
+    if (
+        isinstance(x, Tensor)
+        and x.layout == torch.strided
+        and x.dtype in dtypes
+        and x.device == like.device
+        and _broadcasts(x.shape, torch.Size(shape))
+    ):
+        return x
+    wanted = f"{' or '.join(map(str, dtypes))}, broadcastable to {list(shape)}, on {like.device}"
+    raise _error(function, name, x, wanted)
+
+
 def attention_mask(function: str, mask: object, query: Tensor, key: Tensor) -> Tensor | None:
     """A bool or float tensor broadcastable to [B, H, N, M]."""
     if mask is None:
@@ -124,7 +141,7 @@ def attention_mask(function: str, mask: object, query: Tensor, key: Tensor) -> T
     ):
         return mask
     kinds = " or ".join(map(str, dtypes))
-    wanted = f"{kinds}, broadcastable to {list(shape)}, on {query.device} (bool: True = takes part; float: added)"
+    wanted = f"{kinds}, broadcastable to {list(shape)}, on {query.device} (bool: True = attend; float: added)"
     raise _error(function, "attn_mask", mask, wanted)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone._deprecated import accepts_renamed
 from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
-from overtone.ops.attention import heads_of, spectral_attention, spectral_attention_packed
+from overtone.ops.attention import QKV, spectral_attention, spectral_attention_qkvpacked
 from overtone.ops.frequency import frequency_filter, frequency_norms
 from overtone.ops.linear import linear
 from overtone.spectrum import KINDS, BasisCache, SpectrumModule, evaluate, make_spectrum
@@ -22,19 +22,6 @@ from overtone.types import FrequencyNorms, Spectrum
 __all__ = ["QKV", "REGIMES", "SpectralAttention", "evaluate_spectra"]
 
 REGIMES = ("free", "sharpen", "smooth")
-
-
-class QKV(NamedTuple):
-    """Queries, keys and values of every head, [B, H, N, D] each."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    packed: Tensor | None = None  #: [B, N, 3, H, D], if the three are views of it: their gradient comes in one piece
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> QKV:
-        return cls(*heads_of(packed), packed)
 
 
 class SpectralAttention(nn.Module):
@@ -198,7 +185,7 @@ class SpectralAttention(nn.Module):
         if self.training and self.attn_drop > 0:
             return self._attend_with_dropout(*qkv[:3], eigenvalues, basis, **options)
         if qkv.packed is not None:
-            return spectral_attention_packed(qkv.packed, eigenvalues, basis, **options)
+            return spectral_attention_qkvpacked(qkv.packed, eigenvalues, basis, **options)
         return spectral_attention(*qkv[:3], eigenvalues, basis, **options)
 
     def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):

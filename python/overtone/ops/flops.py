@@ -17,38 +17,37 @@ from typing import Any
 import torch
 
 
-def _attention(query: tuple[int, ...], key: tuple[int, ...], basis: tuple[int, ...]) -> tuple[int, int]:
-    """Of one product of attention, as Q Kᵀ, and of that with the basis."""
-    batch, heads, queries, width = query
-    keys, channels = key[2], basis[1]
-    return 2 * batch * heads * queries * keys * width, 2 * batch * queries * heads * width * channels
+def _attention(query: tuple[int, ...], key: tuple[int, ...], weight: tuple[int, ...]) -> tuple[int, int]:
+    """Of one product of attention, as Q Kᵀ, and of that with the weight."""
+    batch, num_heads, q_len, head_dim = query
+    kv_len, out_dim = key[2], weight[1]
+    return 2 * batch * num_heads * q_len * kv_len * head_dim, 2 * batch * q_len * num_heads * head_dim * out_dim
 
 
-def _attention_forward(query, key, value, eigenvalues, basis, *_) -> int:
-    inner, outer = _attention(query, key, basis)
+def _attention_forward(query, key, value, weight, *_) -> int:
+    inner, outer = _attention(query, key, weight)
     return 2 * inner + outer
 
 
-def _attention_backward(grad_y, grad_low, grad_high, y, low, high, query, key, value, eigenvalues, basis, *rest) -> int:
-    inner, outer = _attention(query, key, basis)
-    needs = rest[-1]
-    need_query, need_key, need_value, need_eigenvalues, need_basis, need_logits = (needs >> bit & 1 for bit in range(6))
-    need_weights = need_query | need_key | need_logits
-    need_heads = need_weights | need_value | need_eigenvalues
-    return inner * (need_query + need_key + need_value + need_weights) + outer * (need_basis + need_heads)
+def _attention_backward(grad_y, query, key, value, weight, *rest) -> int:
+    inner, outer = _attention(query, key, weight)
+    output_mask = rest[-1]
+    query_, key_, value_, weight_, mask_, gain_, addend_ = (output_mask >> bit & 1 for bit in range(7))
+    softmax = query_ | key_ | mask_ | gain_
+    return inner * (query_ + key_ + value_ + softmax) + outer * (weight_ + (softmax | value_ | addend_))
 
 
-def _heads_of(qkv: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    batch, tokens, _, heads, width = qkv
-    return ((batch, heads, tokens, width),) * 3
+def _unpack_qkv(qkv: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    batch, tokens, _, num_heads, head_dim = qkv
+    return ((batch, num_heads, tokens, head_dim),) * 3
 
 
-def _packed_forward(qkv, *rest) -> int:
-    return _attention_forward(*_heads_of(qkv), *rest)
+def _qkvpacked_forward(qkv, *rest) -> int:
+    return _attention_forward(*_unpack_qkv(qkv), *rest)
 
 
-def _packed_backward(grad_y, grad_low, grad_high, y, low, high, qkv, *rest) -> int:
-    return _attention_backward(grad_y, grad_low, grad_high, y, low, high, *_heads_of(qkv), *rest)
+def _qkvpacked_backward(grad_y, qkv, *rest) -> int:
+    return _attention_backward(grad_y, *_unpack_qkv(qkv), *rest)
 
 
 def _linear(x, weight, *_) -> int:
@@ -117,8 +116,8 @@ def _inverse(v, *_) -> int:
 FORMULAS: dict[str, Callable[..., int]] = {
     "spectral_attention": _attention_forward,
     "spectral_attention_backward": _attention_backward,
-    "spectral_attention_packed": _packed_forward,
-    "spectral_attention_packed_backward": _packed_backward,
+    "spectral_attention_qkvpacked": _qkvpacked_forward,
+    "spectral_attention_qkvpacked_backward": _qkvpacked_backward,
     "linear": _linear,
     "linear_backward": _linear_backward,
     "mlp": _mlp,

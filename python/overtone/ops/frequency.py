@@ -95,7 +95,7 @@ def _fake_norms(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[:-2], dtype=dtype), x.new_empty(x.shape[:-2], dtype=dtype)
 
 
-def _fake_norms_backward(grad_low, grad_high, x, low, high, mask) -> Tensor:
+def _fake_norms_backward(grad_low, grad_high, x, low, high, mask, addend) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -115,9 +115,10 @@ registry.define(
     fake=_fake_norms,
     triton="frequency.launch.norms",
 )
+# addend: another gradient of x, contiguous and of its dtype, that is added.
 registry.define(
-    "frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high, Tensor? mask)"
-    " -> Tensor grad_x",
+    "frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high, Tensor? mask,"
+    " Tensor? addend) -> Tensor grad_x",
     fake=_fake_norms_backward,
     triton="frequency.launch.norms_backward",
 )
@@ -147,7 +148,7 @@ def _norms_backward(ctx, grad_low: Tensor, grad_high: Tensor):
             lambda x: reference.frequency_norms(x, mask=mask), (x,), (grad_low, grad_high)
         ) + (None,)
     grads = grad_low.contiguous(), grad_high.contiguous()
-    return torch.ops.overtone.frequency_norms_backward(*grads, x, low, high, mask), None
+    return torch.ops.overtone.frequency_norms_backward(*grads, x, low, high, mask, None), None
 
 
 def _save_filter(ctx, inputs, output) -> None:

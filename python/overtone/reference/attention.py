@@ -1,11 +1,14 @@
-"""Attention fused with a spectral projection (MATH: Y = R + concat_h(softmax(s·Q_h K_hᵀ + bias) V_h) · diag(λ) · U).
+"""Attention fused with a spectral projection.
 
-A key takes part in a row unless a bool mask is False there, a float mask is −inf there, or it lies in the future of a
-causal row. A row in which no key takes part is zero and sends no gradient back. Masked keys and values must still
-be finite.
+    O_h = gain_h · softmax(s·Q_h K_hᵀ + mask) V_h + addend_h
+    Y   = R + f · (concat_h(O_h) · diag(λ) · U + bias)
 
-Everything is computed in float32 (float64 for float64 queries); y is rounded once, at the end, to the query's dtype,
-and its norms are those of y before that rounding.
+A key is attended to unless a bool mask is False there, a float mask is −inf there, or it lies in the future of a causal
+row. A row with every key masked has softmax zero and sends no gradient back through it. Masked keys and values must
+still be finite.
+
+Everything is computed in float32 (float64 for float64 queries); y is rounded once, at the end, and its norms are those
+of y before that rounding.
 """
 
 from __future__ import annotations
@@ -31,22 +34,55 @@ def spectral_attention(
     is_causal: bool = False,
     scale: float | None = None,
     head_gain: Tensor | None = None,
+    gain: Tensor | None = None,
+    addend: Tensor | None = None,
+    bias: Tensor | None = None,
+    sample_scale: Tensor | None = None,
     return_norms: bool = False,
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
-    """residual + concat_h(A_h V_h) · diag(eigenvalues) · basis: [B, H, N, D] and [B, H, M, D] twice -> [B, N, E].
+    """residual + sample_scale · (concat_h(O_h) · diag(eigenvalues) · basis + bias), where O_h = gain_h A_h V_h + addend_h:
+    [B, H, N, D] and [B, H, M, D] twice -> [B, N, E], in the wider of query's and residual's dtypes.
 
-    head_gain is AttnScale's ω: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages over the keys that take part in the
-    row. So the rows of A still sum to one, a causal row sees no later key, and a fully masked row stays zero.
+    head_gain is AttnScale's ω: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages over the keys a row may attend to. So
+    the rows of A still sum to one, a causal row sees no later key, and a fully masked row stays zero.
     """
-    weights = attention_weights(
-        query, key, attn_mask=attn_mask, is_causal=is_causal, scale=scale, head_gain=head_gain
-    )  # [B, H, N, M]
-    heads = weights @ _widen(value)  # [B, H, N, D]
-    tokens = heads.transpose(1, 2).flatten(2)  # [B, N, H·D]
-    y = (tokens * _widen(eigenvalues)) @ _widen(basis)  # [B, N, E]
+    return folded_attention(
+        query, key, value, _widen(eigenvalues)[:, None] * _widen(basis), bias=bias, residual=residual,
+        sample_scale=sample_scale, attn_mask=attn_mask, is_causal=is_causal, scale=scale, head_gain=head_gain,
+        gain=gain, addend=addend, return_norms=return_norms,
+    )  # fmt: skip
+
+
+def folded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    gain: Tensor | None = None,
+    addend: Tensor | None = None,
+    return_norms: bool = False,
+    **logits,
+) -> Tensor | tuple[Tensor, FrequencyNorms]:
+    """spectral_attention with weight = diag(eigenvalues) · basis; `logits` are the options of attention_weights."""
+    heads = attention_weights(query, key, **logits) @ _widen(value)  # [B, H, N, D]
+    if gain is not None:
+        heads = _widen(gain)[:, None, None] * heads
+    if addend is not None:
+        heads = heads + _widen(addend)
+    y = heads.transpose(1, 2).flatten(2) @ _widen(weight)  # [B, N, E]
+    if bias is not None:
+        y = y + _widen(bias)
+    if sample_scale is not None:
+        y = _widen(sample_scale)[:, None, None] * y
+    dtype = query.dtype
     if residual is not None:
         y = _widen(residual) + y
-    rounded = y.to(query.dtype)
+        dtype = torch.promote_types(dtype, residual.dtype)
+    rounded = y.to(dtype)
     return (rounded, frequency_norms(y)) if return_norms else rounded
 
 
