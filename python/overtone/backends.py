@@ -39,9 +39,6 @@ KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
 # What backend "cuda" runs by torch's batched products (overtone.ops.linalg.batched): any size, no compiled kernel.
 BY_PRODUCTS = ("compose_symmetric", "compose_general")
 
-# The widest last dimension of an op's first tensor that a backend's kernels take.
-WIDEST = {("spectral_attention", "triton"): 128}
-
 
 NOT_BY_KERNELS = (
     "forward-mode AD and torch.func's grad, vjp, jvp, … differentiate the PyTorch reference, which kernels are not:"
@@ -184,16 +181,13 @@ def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
         return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
     if tensor.dtype not in dtypes:
         return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
-    widest = WIDEST.get((op, name))
-    if widest is not None and tensor.shape[-1] > widest:
-        return f"it takes heads up to {widest} wide, got {tensor.shape[-1]}"
     if name == "cpu" and _extension.native is None:
         return _extension.why_missing
     if name == "triton" and not _HAS_TRITON:
         return _NO_TRITON
     if name == "cuda":
         return _cuda_obstacle(op, tensor)
-    return _gpu_obstacle(op, tensor) if name == "triton" else None
+    return _triton_obstacle(op, tensor) if name == "triton" else None
 
 
 def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
@@ -210,14 +204,13 @@ def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
     return None
 
 
-def _gpu_obstacle(op: str, tensor: Tensor) -> str | None:
-    """AMD's consumer GPUs have no matrix instructions for float32: without them tiles of wide heads are too large."""
-    if op != "spectral_attention" or tensor.dtype != torch.float32 or torch.version.hip is None:
+def _triton_obstacle(op: str, tensor: Tensor) -> str | None:
+    if op != "spectral_attention":
         return None
-    gpu = torch.cuda.get_device_properties(tensor.device).gcnArchName.partition(":")[0]
-    if gpu.startswith("gfx9") or tensor.shape[-1] <= 64:
-        return None
-    return f"on {gpu} it takes heads of torch.float32 up to 64 wide, got {tensor.shape[-1]}"
+    from overtone.triton_kernels.attention.config import unsupported_reason
+    from overtone.triton_kernels.runtime import architecture
+
+    return unsupported_reason(architecture(tensor.device), tensor.dtype, tensor.shape[-1])
 
 
 _warned: set[str] = set()

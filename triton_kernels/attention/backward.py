@@ -4,7 +4,7 @@ With G = ∂L/∂y, sample_scale included (MATH.md §2), O the heads as they wer
 from its rows' maximum and 1 / sum:
     dout_kernel       ∂O = G Wᵀ, and δ = rowsum(∂O ⊙ O) where O is A V
     dweight_kernel    ∂W = Oᵀ G over a split of the tokens
-    dq_kernel         ∂Q = scale · ∂S K, where ∂S = gain · P ⊙ (∂O Vᵀ − δ), and ∂S itself where the mask needs a gradient
+    dq_kernel         ∂Q = scale · ∂S K, where ∂S = gain · P ⊙ (∂O Vᵀ − δ), and ∂S itself for the mask's gradient
     dkv_kernel        ∂V = gain · Pᵀ ∂O and ∂K = scale · ∂Sᵀ Q
 Where O is gain · A V + addend, dq_kernel makes δ = rowsum(P ⊙ ∂O Vᵀ) = rowsum(∂O ⊙ A V), whose sum is ∂gain.
 reduce_rows_kernel adds up the splits. No atomics: every sum has one fixed order.
@@ -30,7 +30,7 @@ from overtone.triton_kernels.attention.device import (
 # fmt: off
 @triton.jit
 def dout_kernel(
-    p_g, p_weight, weight_sk, weight_se, p_out, p_dout, p_delta, n_heads, n_queries, n_tokens, n_channels,
+    p_g, p_weight, p_out, p_dout, p_delta, n_heads, n_queries, n_tokens, n_channels,
     D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
 ):
     """∂O [B, N, H·D] of a tile of all images' tokens and one head and, with p_delta, δ [B, H, N].
@@ -38,11 +38,11 @@ def dout_kernel(
     Programs of the same tokens are neighbors.
     """
     i_h, i_m = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads * BM
-    p_weight += mul64(i_h * D, weight_sk)
+    p_weight += mul64(i_h * D, n_channels)
     b_do = tl.zeros([BM, BD], dtype=tl.float32)
     for i_e in range(0, n_channels, BK):
         b_g = load_matrix(p_g, n_channels, 1, i_m, i_e, n_tokens, n_channels, BM, BK)  # [BM, BK]
-        b_w = load_matrix(p_weight, weight_sk, weight_se, 0, i_e, D, n_channels, BD, BK)  # [BD, BK]
+        b_w = load_matrix(p_weight, n_channels, 1, 0, i_e, D, n_channels, BD, BK)  # [BD, BK]
         b_do = dot(b_g.to(b_w.dtype), tl.trans(b_w), b_do, PRECISION)
     b_do = b_do.to(p_dout.dtype.element_ty)
     store_head(p_dout + i_h * D, n_heads * D, b_do, i_m, n_tokens, D, BM, BD)
@@ -160,7 +160,7 @@ def dq_kernel(
     D: tl.constexpr, IS_CAUSAL: tl.constexpr, MAKE_DELTA: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):
-    """∂Q of a tile of queries, over all keys; with p_ds ∂S [B, H, N, M] too; with MAKE_DELTA δ first, in a loop more."""
+    """∂Q of a tile of queries, over all keys; with p_ds ∂S [B, H, N, M] too; with MAKE_DELTA δ first, by a loop."""
     i_b, i_h, i_m = program_tile(n_queries, n_heads, BM)
     o_m, o_n = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     o_row, m_row = i_m + tl.arange(0, BM), i_m + tl.arange(0, BM) < n_queries

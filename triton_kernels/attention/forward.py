@@ -3,7 +3,7 @@
 Where all channels of y fit in a program's registers, one launch does everything: fused_kernel takes a tile of queries
 through all heads and adds up their projections. Otherwise attention_kernel, the one known from Triton's tutorial,
 writes the heads once, and projection_kernel's loop over features is the sum over heads.
-Both end in epilogue: bias, sample scale, residual, y, and the moments of the tile's tokens, of which the norms are made.
+Both end in epilogue: bias, sample scale, residual, y, and the moments of the tile's tokens, which become the norms.
 """
 
 import triton
@@ -83,7 +83,8 @@ def store_softmax_stats(p_stats, b_max, b_inverse, i_m, n_queries, BM: tl.conste
 
 @triton.jit
 def mix_head(
-    b_o, p_gain, i_h, p_addend, addend_st, addend_sd, i_m, n_queries, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr
+    b_o, p_gain, i_h, p_addend, addend_st, addend_sd, i_m, n_queries,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):
     """gain · b_o + addend, of what is given. p_addend: at the head."""
     if p_gain is not None:
@@ -130,7 +131,8 @@ def attention_kernel(
     i_b, i_h, i_m = program_tile(n_queries, n_heads, BM)
     if p_mask is not None:
         p_mask = head_ptr(p_mask, i_b, i_h, mask_sb, mask_sh)
-    b_q = load_head(head_ptr(p_q, i_b, i_h, q_sb, q_sh, STRIDE_ALIGN), q_st, q_sd, i_m, n_queries, D, BM, BD, STRIDE_ALIGN)  # [BM, BD]
+    p_q = head_ptr(p_q, i_b, i_h, q_sb, q_sh, STRIDE_ALIGN)
+    b_q = load_head(p_q, q_st, q_sd, i_m, n_queries, D, BM, BD, STRIDE_ALIGN)  # [BM, BD]
     b_o, b_max, b_inverse = attend(
         b_q, head_ptr(p_k, i_b, i_h, k_sb, k_sh, STRIDE_ALIGN), k_st, k_sd,
         head_ptr(p_v, i_b, i_h, v_sb, v_sh, STRIDE_ALIGN), v_st, v_sd, p_mask, mask_sq, mask_sk,
@@ -148,7 +150,7 @@ def attention_kernel(
 
 @triton.jit
 def projection_kernel(
-    p_out, p_weight, weight_sk, weight_se, p_bias, p_sample_scale, p_r, r_sb, r_st, r_se, p_y, p_moments,
+    p_out, p_weight, p_bias, p_sample_scale, p_r, r_sb, r_st, r_se, p_y, p_moments,
     n_tokens, n_features, n_channels,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, E_TILE: tl.constexpr,
 ):
@@ -160,7 +162,7 @@ def projection_kernel(
     b_y = tl.zeros([BM, E_TILE], dtype=tl.float32)
     for i_k in range(0, n_features, BK):
         b_o = load_matrix(p_out, n_features, 1, i_m, i_k, n_tokens, n_features, BM, BK)  # [BM, BK]
-        b_w = load_matrix(p_weight, weight_sk, weight_se, i_k, i_e, n_features, n_channels, BK, E_TILE)  # [BK, E_TILE]
+        b_w = load_matrix(p_weight, n_channels, 1, i_k, i_e, n_features, n_channels, BK, E_TILE)  # [BK, E_TILE]
         b_y = dot(b_o, b_w, b_y, PRECISION)
     epilogue(
         b_y, i_b, i_m, i_e, i_row, p_bias, p_sample_scale, p_r, r_sb, r_st, r_se, p_y, p_moments, n_tokens, n_channels,
@@ -172,7 +174,7 @@ def projection_kernel(
 def fused_kernel(
     p_q, q_sb, q_sh, q_st, q_sd, p_k, k_sb, k_sh, k_st, k_sd, p_v, v_sb, v_sh, v_st, v_sd,
     p_mask, mask_sb, mask_sh, mask_sq, mask_sk, p_gain, p_addend, addend_sb, addend_sh, addend_st, addend_sd,
-    p_weight, weight_sk, weight_se, p_bias, p_sample_scale, p_r, r_sb, r_st, r_se,
+    p_weight, p_bias, p_sample_scale, p_r, r_sb, r_st, r_se,
     p_y, p_moments, p_out, p_stats, logit_scale, n_heads, n_queries, n_keys, n_channels,
     D: tl.constexpr, IS_CAUSAL: tl.constexpr, SINGLE_PASS: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -207,10 +209,10 @@ def fused_kernel(
             store_head(p_head, n_heads * D, b_o, i_m, n_queries, D, BM, BD)
             p_stats_h = head_ptr(p_stats, i_b, i_h, 2 * n_heads * n_queries, 2 * n_queries)
             store_softmax_stats(p_stats_h, b_max, b_inverse, i_m, n_queries, BM)
-        p_weight_h = p_weight + mul64(i_h * D, weight_sk)
+        p_weight_h = p_weight + mul64(i_h * D, n_channels)
         b_sums = ()
         for i_e in tl.static_range(NUM_E_TILES):
-            b_w = load_matrix(p_weight_h, weight_sk, weight_se, 0, i_e * E_TILE, D, n_channels, BD, E_TILE)
+            b_w = load_matrix(p_weight_h, n_channels, 1, 0, i_e * E_TILE, D, n_channels, BD, E_TILE)
             b_sums = b_sums + (dot(b_o, b_w, b_y[i_e], PRECISION),)
         b_y = b_sums
     for i_e in tl.static_range(NUM_E_TILES):

@@ -16,8 +16,13 @@ from torch import Tensor
 
 from overtone.triton_kernels import autotune
 from overtone.triton_kernels.attention import config as configs
-from overtone.triton_kernels.attention.backward import dkv_kernel, dout_kernel, dq_kernel, dweight_kernel
-from overtone.triton_kernels.attention.backward import reduce_rows_kernel
+from overtone.triton_kernels.attention.backward import (
+    dkv_kernel,
+    dout_kernel,
+    dq_kernel,
+    dweight_kernel,
+    reduce_rows_kernel,
+)
 from overtone.triton_kernels.attention.forward import attention_kernel, fused_kernel, projection_kernel
 from overtone.triton_kernels.frequency import launch as frequency
 from overtone.triton_kernels.runtime import LaunchConfig, architecture, interprets, launch
@@ -73,9 +78,9 @@ class Problem(NamedTuple):
         return *_strided(self.query, 4), *_strided(self.key, 4), *_strided(self.value, 4), *_strided(mask, 4)
 
     @property
-    def rounded_weight(self) -> tuple:
-        """As kernels take it: in the dtype that they multiply."""
-        return _strided(self.weight.to(self.query.dtype), 2)
+    def rounded_weight(self) -> Tensor:
+        """As kernels take it: contiguous, in the dtype that they multiply."""
+        return self.weight.to(self.query.dtype, memory_format=torch.contiguous_format)
 
 
 class Plan(NamedTuple):
@@ -227,7 +232,7 @@ def _bucket(length: int) -> int:
 
 
 def _strided(x: Tensor | None, dimensions: int) -> tuple:
-    """A tensor and its strides as kernel arguments. One whose neighbors are MAX_TILE_STRIDE elements apart is copied."""
+    """A tensor and its strides as kernel arguments. It is copied if neighbors are MAX_TILE_STRIDE apart."""
     if x is None:
         return (None, *(0,) * dimensions)
     if max(x.stride()[-2:]) >= MAX_TILE_STRIDE:
@@ -281,7 +286,7 @@ def _fused(problem: Problem, plan: Plan, end: Epilogue, config: LaunchConfig, ou
         moments = _float32(y, tiles, 4, sizes.out_dim) if end.return_norms else None
         launch(
             fused_kernel, (tiles,),
-            *problem.operands, problem.gain, *_strided(problem.addend, 4), *weight, *_epilogue_args(end), y, moments,
+            *problem.operands, problem.gain, *_strided(problem.addend, 4), weight, *_epilogue_args(end), y, moments,
             attn_out, stats, problem.scale * LOG2E, sizes.num_heads, sizes.q_len, sizes.kv_len, sizes.out_dim,
             **_logits_meta(problem, plan), **config.meta,
         )  # fmt: skip
@@ -314,7 +319,7 @@ def _projection(problem: Problem, plan: Plan, end: Epilogue, attn_out: Tensor | 
         moments = _float32(y, tiles, 4, sizes.out_dim) if end.return_norms else None
         launch(
             projection_kernel, (tiles * triton.cdiv(sizes.out_dim, config.tile["E_TILE"]),),
-            attn_out, *weight, *_epilogue_args(end), y, moments, sizes.q_len, sizes.inner_dim, sizes.out_dim,
+            attn_out, weight, *_epilogue_args(end), y, moments, sizes.q_len, sizes.inner_dim, sizes.out_dim,
             PRECISION=plan.precision, **config.meta,
         )  # fmt: skip
         return moments
@@ -361,7 +366,7 @@ def _dout(problem: Problem, plan: Plan, saved: Saved, grad_y: Tensor, delta: Ten
     def run(config: LaunchConfig) -> None:
         launch(
             dout_kernel, (triton.cdiv(sizes.tokens, config.tile["BM"]) * sizes.num_heads,),
-            grad_y, *weight, saved.attn_out, dout, delta, sizes.num_heads, sizes.q_len, sizes.tokens, sizes.out_dim,
+            grad_y, weight, saved.attn_out, dout, delta, sizes.num_heads, sizes.q_len, sizes.tokens, sizes.out_dim,
             D=sizes.head_dim, BD=plan.table.BD, PRECISION=plan.precision, **config.meta,
         )  # fmt: skip
 
@@ -420,7 +425,7 @@ def _dkv(problem: Problem, plan: Plan, saved: Saved, dout_delta: tuple[Tensor, T
     both = grads.key, grads.value
 
     def run(config: LaunchConfig) -> None:
-        for dk, dv in (((both[0], None), (None, both[1])) if kernel == "dkv_split" else (both,)):
+        for dk, dv in ((both[0], None), (None, both[1])) if kernel == "dkv_split" else (both,):
             if dk is None and dv is None:
                 continue
             launch(

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from overtone.triton_kernels.frequency.device import (
-    two_sum,
     load_first,
     load_tile,
     program_channels,
     sample_offset,
+    two_sum,
     valid_tokens,
 )
 from overtone.triton_kernels.frequency.mean import store_filtered, store_gain_gradients
@@ -20,7 +20,7 @@ from overtone.triton_kernels.frequency.mean import store_filtered, store_gain_gr
 # fmt: off
 @triton.jit
 def running_mean(p_x, x_st, x_sc, b_x, b_mean, b_mean_lo, n_seen, o_t, o_c, m_t, m_c):
-    """The running mean over a tile, given the n_seen earlier tokens' mean + mean_lo, and that of both for the next tile.
+    """The running mean over a tile, given the n_seen earlier tokens' mean + mean_lo, and both for the next tile.
 
     At every token it is b_mean + b_run: as the earlier tokens' differences from their mean add up to nothing, only the
     tile's own are summed. Before the first valid token, that token is the mean to differ from.

@@ -16,14 +16,13 @@ from overtone.triton_kernels.frequency.causal import causal_adjoint_kernel, caus
 from overtone.triton_kernels.frequency.mean import (
     filter_backward_kernel,
     filter_kernel,
+    finish_norms_kernel,
+    moments_kernel,
     norms_backward_kernel,
     norms_kernel,
-    finish_norms_kernel,
     reduce_gains_kernel,
-    moments_kernel,
 )
 from overtone.triton_kernels.runtime import LaunchConfig, absent, accumulate_dtype, launch, strided
-
 
 # Times ε: the share of ‖LFC‖ up to which ‖HFC‖ is rounding, as in reference.frequency.rounding_share.
 ROUNDING = 2.5

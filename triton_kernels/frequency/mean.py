@@ -1,7 +1,7 @@
 """The kernels of the frequency ops with the mean over all tokens (the launchers are in frequency.py).
 
-Up to configs.SINGLE_PASS tokens one program holds all tokens of some channels in registers and reads them once. More tokens
-are split over programs: moments_kernel writes the moments of every split, and whoever needs them merges them.
+Up to configs.SINGLE_PASS tokens one program holds all tokens of some channels in registers and reads them once. More
+tokens are split over programs: moments_kernel writes the moments of every split, and whoever needs them merges them.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 from overtone.triton_kernels.frequency.device import (
     load_first,
     load_tile,
-    program_channels,
-    merge_rows,
     merge_moments,
+    merge_rows,
+    program_channels,
     sample_offset,
     store_moments,
     tile_moments,
@@ -73,7 +73,9 @@ def norms_kernel(
 
 
 @triton.jit
-def finish_norms_kernel(p_low2, p_high2, p_low, p_high, rounding, n_samples, n_blocks, BT: tl.constexpr, BC: tl.constexpr):
+def finish_norms_kernel(
+    p_low2, p_high2, p_low, p_high, rounding, n_samples, n_blocks, BT: tl.constexpr, BC: tl.constexpr
+):
     """The norms of BT samples from their blocks' shares, [samples, blocks]; ‖HFC‖ is zero up to rounding · ‖LFC‖."""
     o_s = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     m_s = o_s < n_samples
@@ -129,7 +131,9 @@ def filter_by_mean(
             o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
             m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
             b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-            store_filtered(p_y, p_addend, n_channels, b_x, b_mean, b_mean_lo, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
+            store_filtered(
+                p_y, p_addend, n_channels, b_x, b_mean, b_mean_lo, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens
+            )
 
 
 @triton.jit
