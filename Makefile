@@ -47,7 +47,7 @@ lint: .venv/requirements.done
 	@.venv/bin/clang-format --dry-run -Werror $(CPP)
 	@$(RUN) -m mypy --no-error-summary setup.py
 	@rm -rf build/lint && mkdir -p build/lint/overtone
-	@ln -s $(CURDIR)/python/overtone/* $(CURDIR)/triton_kernels $(CURDIR)/benchmarks build/lint/overtone
+	@ln -s "$(CURDIR)"/python/overtone/* "$(CURDIR)/triton_kernels" "$(CURDIR)/benchmarks" build/lint/overtone
 	@MYPYPATH=build/lint $(RUN) -m mypy --no-error-summary -p overtone
 
 clean:

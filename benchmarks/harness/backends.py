@@ -14,34 +14,33 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.backends import KERNELS, triton_interprets
+from overtone.backends import SUPPORT, triton_interpreter_enabled
 from overtone.benchmarks.harness.baselines import SplitOverThreads
 from overtone.benchmarks.harness.case import Case
 
-# Ops that run on another op's kernels. What is neither here nor in KERNELS, such as a whole model, runs on the CPU.
+# Ops that run on another op's kernels. What is neither here nor in SUPPORT, such as a whole model, runs on the CPU.
 KERNELS_OF = {
     "de_escalate": "frequency_filter",
     "cosine_similarity": "frequency_norms",
-    "eigvals": "eig",
-    "extremal_eigvals": "eig",
+    "extremal_eigvals": "eigvals",
     "eigvalsh": "eigh",
 }
 
 
 def device_of(backend: str) -> str:
     """The device whose tensors a backend's kernels take."""
-    on_gpu = backend == "cuda" or (backend == "triton" and not triton_interprets())
+    on_gpu = backend == "cuda" or (backend == "triton" and not triton_interpreter_enabled())
     return "cuda" if on_gpu else "cpu"
 
 
 def placed(case: Case) -> list[Case]:
     """The case, and a copy of it for every backend present."""
-    kernels = KERNELS.get(KERNELS_OF.get(case.op, case.op), {})
+    kernels = SUPPORT.get(KERNELS_OF.get(case.op, case.op), {})
     status = ot.backends()
     others = [
         name
-        for name, dtypes in kernels.items()
-        if name != case.backend and case.dtype in dtypes and status[name].available
+        for name, support in kernels.items()
+        if name != case.backend and case.dtype in support.dtypes and status[name].available
     ]
     return [case, *(_copy(case, name) for name in others)]
 

@@ -1,7 +1,6 @@
-"""The price of weights composed of their spectrum, all layers of a ViT at once: Q Λ Qᵀ (symmetric), V Λ V⁻¹ (general).
+"""The inverses of all layers of a ViT at once, which a general spectrum V Λ V⁻¹ takes at every step.
 
-Baselines are the reference and, for the symmetric one, torch.linalg.qr by hand. torch.linalg.inv is not among them:
-MKL's LU has hung on two threads.
+torch.linalg.inv is not among the baselines: MKL's LU has hung on two threads.
 """
 
 from __future__ import annotations
@@ -10,55 +9,34 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import MODES, Case, Function
-from overtone.ops.linalg.inverse import compose_general, compose_symmetric
+from overtone.benchmarks.harness.case import MODES, Case
+from overtone.ops.linalg.inverse import inverse
 
-FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
+FORWARD, BACKWARD, _ = MODES
 LAYERS, SIZES = 12, (192, 384, 768)
-TARGET = 1.7  # × torch.linalg, symmetric, 12x768, forward+backward
-
-# In units of n³ per layer: forward and backward. Symmetric: QR 8/3, half a product; a product, half of one, a third,
-# half of one. General: QR 8/3 and a solve for the inverse, a product; three products.
-FLOPS = {"compose_symmetric": (11 / 3, 14 / 3), "compose_general": (17 / 3, 6)}
-
-
-def _symmetric_by_linalg(theta: Tensor, eigenvalues: Tensor) -> Tensor:
-    q = torch.linalg.qr(theta).Q
-    return (q * eigenvalues[..., None, :]) @ q.mT
-
-
-OURS: dict[str, Function] = {"compose_symmetric": compose_symmetric, "compose_general": compose_general}
-BASELINES: dict[str, dict[str, Function]] = {
-    "compose_symmetric": {"torch.linalg": _symmetric_by_linalg, "reference": ot.reference.spectrum.compose_symmetric},
-    "compose_general": {"reference": ot.reference.spectrum.compose_general},
-}
 
 
 def _inputs(n: int, mode: str) -> tuple[Tensor, ...]:
     """Matrices of moderate condition: the inverse of a bad one would be judged, not ours."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.eye(n) + 0.5 * n**-0.5 * torch.randn(LAYERS, n, n, generator=generator)
-    eigenvalues = torch.randn(LAYERS, n, generator=generator)
-    return matrix.requires_grad_(mode != FORWARD), eigenvalues.requires_grad_(mode != FORWARD)
+    matrix = torch.eye(n) + 0.5 * n**-0.5 * torch.randn(LAYERS, n, n, generator=torch.Generator().manual_seed(0))
+    return (matrix.requires_grad_(mode != FORWARD),)
 
 
-def _case(op: str, n: int, mode: str) -> Case:
-    forward, backward = FLOPS[op]
-    is_wanted = op == "compose_symmetric" and n == max(SIZES) and mode == FORWARD_BACKWARD
+def _case(n: int, mode: str) -> Case:
     return Case(
-        op=op,
+        op="inverse",
         shape=f"{LAYERS}x{n}",
         dtype=torch.float32,
         mode=mode,
         setup=lambda: _inputs(n, mode),
-        ours=OURS[op],
-        baselines=BASELINES[op],
-        flops=int(((mode != BACKWARD) * forward + (mode != FORWARD) * backward) * LAYERS * n**3),
-        bytes=4 * LAYERS * n * n * torch.float32.itemsize,
+        ours=inverse,
+        baselines={"reference": ot.reference.linalg.inverse},
+        # LU and two substitutions; two products.
+        flops=int(((mode != BACKWARD) * 2 + (mode != FORWARD) * 4) * LAYERS * n**3),
+        bytes=3 * LAYERS * n * n * torch.float32.itemsize,
         limit="matmul",
-        targets={"torch.linalg": TARGET} if is_wanted else {},
     )
 
 
 def cases() -> list[Case]:
-    return [_case(op, n, mode) for op in OURS for n in SIZES for mode in MODES]
+    return [_case(n, mode) for n in SIZES for mode in MODES]

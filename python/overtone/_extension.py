@@ -1,4 +1,4 @@
-"""Loads the compiled CPU kernels. Importing overtone works without them; `why_missing` then says why."""
+"""Loads the compiled CPU kernels. Importing overtone works without them; `load_error` then says why."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ def _load() -> tuple[ModuleType | None, str]:
     return _C, ""
 
 
-native, why_missing = _load()
+module, load_error = _load()

@@ -13,6 +13,8 @@ from torch import _C, Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
+from overtone._precision import autocast_disabled
+
 
 def differentiating() -> bool:
     """Whether a transform that differentiates (grad, vjp, jvp, …) or a forward-mode AD level is open."""
@@ -48,10 +50,7 @@ def has_tangent(args: tuple) -> bool:
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """Around an op's call: in a transform the reference's products must be as wide as the kernels', and within the op
     itself torch.func does not listen any more."""
-    device = x.device.type
-    if _C._are_functorch_transforms_active() and torch.amp.is_autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return autocast_disabled(x) if _C._are_functorch_transforms_active() else nullcontext()
 
 
 def is_plain(x: Tensor) -> bool:

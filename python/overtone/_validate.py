@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over tokens are float32, or float64 for float64 tokens."""
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are float32, or float64 for float64 tensors; so are λ and the gradients of weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+statistics_dtype = accumulate_dtype  # until ops/attention.py and triton_kernels have moved on
 
 
 def describe(value: object) -> str:
@@ -55,7 +58,7 @@ def token_mask(function: str, mask: object, x: Tensor) -> Tensor | None:
 def channel_gain(function: str, name: str, gain: object, x: Tensor) -> Tensor:
     """A number, or a tensor with one element or one per channel; returned as [C] in the statistics' dtype."""
     channels = x.shape[-1]
-    dtype = statistics_dtype(x.dtype)
+    dtype = accumulate_dtype(x.dtype)
     if isinstance(gain, Real):
         return torch.full((), float(gain), dtype=dtype, device=x.device).expand(channels)
     if (
@@ -95,7 +98,7 @@ def matching(
     function: str, name: str, x: object, shape: tuple[int | str, ...], like: Tensor, *, wide: bool = False
 ) -> Tensor:
     """A tensor of this shape (a letter is any size), on `like`'s device, in its dtype or, if wide, its statistics'."""
-    dtypes = dict.fromkeys((like.dtype, statistics_dtype(like.dtype)) if wide else (like.dtype,))
+    dtypes = dict.fromkeys((like.dtype, accumulate_dtype(like.dtype)) if wide else (like.dtype,))
     if (
         isinstance(x, Tensor)
         and x.layout == torch.strided
@@ -110,10 +113,10 @@ def matching(
 
 
 def broadcastable(function: str, name: str, x: object, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """A tensor broadcastable to `shape`, on `like`'s device, in its dtype or its statistics'; or None."""
+    """A tensor broadcastable to `shape`, on `like`'s device, in its dtype or the accumulate dtype; or None."""
     if x is None:
         return None
-    dtypes = dict.fromkeys((like.dtype, statistics_dtype(like.dtype)))
+    dtypes = dict.fromkeys((like.dtype, accumulate_dtype(like.dtype)))
     if (
         isinstance(x, Tensor)
         and x.layout == torch.strided
@@ -131,7 +134,7 @@ def attention_mask(function: str, mask: object, query: Tensor, key: Tensor) -> T
     if mask is None:
         return None
     shape = query.shape[:-1] + key.shape[-2:-1]
-    dtypes = dict.fromkeys((torch.bool, query.dtype, statistics_dtype(query.dtype)))
+    dtypes = dict.fromkeys((torch.bool, query.dtype, accumulate_dtype(query.dtype)))
     if (
         isinstance(mask, Tensor)
         and mask.layout == torch.strided

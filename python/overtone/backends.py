@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,27 +17,84 @@ from torch import Tensor
 
 from overtone import _extension, _transforms
 
+__all__ = [
+    "BACKENDS",
+    "SUPPORT",
+    "BackendError",
+    "BackendStatus",
+    "Support",
+    "active_backend",
+    "backend_for",
+    "backends",
+    "default_backend",
+    "select",
+    "triton_interpreter_enabled",
+    "unsupported_reason",
+    "use_backend",
+]
+
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 
+
+class Support(NamedTuple):
+    """What a backend's kernels take of an op: dtypes, and what `limit` says of a tensor, a reason why not or None."""
+
+    dtypes: tuple[torch.dtype, ...]
+    limit: Callable[[Tensor], str | None] = lambda tensor: None
+
+
+NO_CUDA_KERNELS = (
+    "the extension was built without its CUDA kernels: reinstall overtone where nvcc and a CUDA build of torch are"
+    " (OVERTONE_CUDA=1 makes it an error if they cannot be built)"
+)
+
+
+def _triton_attention(query: Tensor) -> str | None:
+    from overtone.triton_kernels.attention import config
+    from overtone.triton_kernels.runtime import architecture
+
+    return config.unsupported_reason(architecture(query.device), query.dtype, query.shape[-1])
+
+
+def _cuda_solver(solver: str) -> Callable[[Tensor], str | None]:
+    """The limit of a compiled CUDA solver: the device's shared memory."""
+
+    def limit(A: Tensor) -> str | None:
+        if not _has_cuda_kernels():
+            return NO_CUDA_KERNELS
+        largest = _cuda_limit(solver, str(A.dtype).removeprefix("torch."), A.device.index)
+        n = max(A.shape[-2:])
+        if n > largest:
+            return f"supports n ≤ {largest} on this device, got {n}"
+        if solver == "eig" and _transforms.needs_gradient(A):
+            return "computes eigenvalues only, without gradient"
+        return None
+
+    return limit
+
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WIDE = (torch.float32, torch.float64)
 
-# Which backend has kernels for an op, and for which dtypes. The reference has every op in every floating dtype.
-KERNELS: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
-    "frequency_norms": {"cpu": FLOATS, "triton": FLOATS},
-    "frequency_filter": {"cpu": FLOATS, "triton": FLOATS},
-    "spectral_attention": {"cpu": FLOATS, "triton": (torch.float32, torch.bfloat16, torch.float16)},
-    # Products of halves are torch's: it has instructions for them.
-    "linear": {"cpu": (torch.float32, torch.float64)},
-    "mlp": {"cpu": (torch.float32, torch.float64)},
-    "eig": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
-    "eigh": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
-    "qr": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
-    "compose_symmetric": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
-    "compose_general": {"cpu": (torch.float32, torch.float64), "cuda": (torch.float32, torch.float64)},
+# Which backend has kernels for an op. The reference has every op in every floating dtype. On CUDA "inverse" and
+# "orthonormal_basis" are torch's batched products (overtone.ops.linalg.batched): any size, no compiled kernel.
+SUPPORT: dict[str, dict[str, Support]] = {
+    "frequency_norms": {"cpu": Support(FLOATS), "triton": Support(FLOATS)},
+    "frequency_filter": {"cpu": Support(FLOATS), "triton": Support(FLOATS)},
+    "spectral_attention": {
+        "cpu": Support(FLOATS),
+        "triton": Support((torch.float32, torch.bfloat16, torch.float16), _triton_attention),
+    },
+    # Products of bf16 and fp16 are torch's: it has instructions for them.
+    "linear": {"cpu": Support(WIDE)},
+    "mlp": {"cpu": Support(WIDE)},
+    "eig": {"cpu": Support(WIDE)},
+    "eigvals": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eig"))},
+    "eigh": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eigh"))},
+    "qr": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("qr"))},
+    "inverse": {"cpu": Support(WIDE), "cuda": Support(WIDE)},
+    "orthonormal_basis": {"cpu": Support(WIDE), "cuda": Support(WIDE)},
 }
-
-# What backend "cuda" runs by torch's batched products (overtone.ops.linalg.batched): any size, no compiled kernel.
-BY_PRODUCTS = ("compose_symmetric", "compose_general")
 
 
 NOT_BY_KERNELS = (
@@ -58,46 +115,50 @@ class BackendStatus(NamedTuple):
 
 
 class _Choice:
-    """What `use_backend` forces. A plain attribute: torch.compile guards on it, which it cannot do for context
+    """What `use_backend` names. A plain attribute: torch.compile guards on it, which it cannot do for context
     variables or thread locals. Like torch's own global switches it holds for the whole process."""
 
-    forced: str | None = None
+    active: str | None = None
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _NO_TRITON = "the package triton is not installed"
 
 
-def triton_interprets() -> bool:
+def triton_interpreter_enabled() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on CPU tensors, in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _cpu_status() -> BackendStatus:
-    if _extension.native is None:
-        return BackendStatus(False, _extension.why_missing)
-    levels = ", ".join(_extension.native.available_isas())
-    return BackendStatus(True, f"C++ kernels at level {_extension.native.isa()} (this machine has {levels})")
+    if _extension.module is None:
+        return BackendStatus(False, _extension.load_error)
+    isas = ", ".join(_extension.module.available_isas())
+    return BackendStatus(True, f"C++ kernels for {_extension.module.isa()} (this machine has {isas})")
 
 
 def _triton_status() -> BackendStatus:
     if not _HAS_TRITON:
         return BackendStatus(False, _NO_TRITON)
-    if triton_interprets():
+    if triton_interpreter_enabled():
         return BackendStatus(True, "Triton's interpreter on CPU tensors (TRITON_INTERPRET=1): for tests, slow")
     if not torch.cuda.is_available():
         return BackendStatus(False, "torch sees no CUDA or ROCm device")
     return BackendStatus(True, f"Triton kernels on {torch.cuda.get_device_name()}")
 
 
-_NO_CUDA_KERNELS = (
-    "the extension was built without its CUDA kernels: reinstall overtone where nvcc and a CUDA build of torch are"
-    " (OVERTONE_CUDA=1 makes it an error if they cannot be built)"
-)
-
-
 def _has_cuda_kernels() -> bool:
-    return getattr(_extension.native, "has_cuda", False)
+    return getattr(_extension.module, "has_cuda", False)
+
+
+def _cuda_limit(solver: str, dtype: str, device: int | None) -> int:
+    """The most rows or columns of matrices that a compiled CUDA solver takes on this device, None being the current."""
+    assert _extension.module is not None  # _has_cuda_kernels
+    return _extension.module.cuda_limit(solver, dtype, -1 if device is None else device)
+
+
+# What torch.compiler.assume_constant_result does; to call it would import the compiler, and Triton.
+_cuda_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cuda_status() -> BackendStatus:
@@ -105,20 +166,13 @@ def _cuda_status() -> BackendStatus:
         return BackendStatus(False, "torch sees no CUDA device")
     gpu = torch.cuda.get_device_name()
     if not _has_cuda_kernels():
-        return BackendStatus(True, f"composed weights by batched products on {gpu}; linalg: {_NO_CUDA_KERNELS}")
-    largest = {op: _cuda_limit(op, torch.float32, torch.device("cuda")) for op in ("eigh", "eig", "qr")}
+        return BackendStatus(True, f"bases and inverses by batched products on {gpu}; linalg: {NO_CUDA_KERNELS}")
+    largest = {solver: _cuda_limit(solver, "float32", None) for solver in ("eigh", "eig", "qr")}
     return BackendStatus(
         True,
         f"CUDA kernels on {gpu}: eigh to n = {largest['eigh']}, eigvals to {largest['eig']}, qr to {largest['qr']}"
-        " (float32); larger matrices and eig's eigenvectors go to torch.linalg; composed weights by batched products",
+        " (float32); larger matrices and eig's eigenvectors go to torch.linalg; bases and inverses by batched products",
     )
-
-
-def _cuda_limit(op: str, dtype: torch.dtype, device: torch.device) -> int:
-    """The most rows or columns of matrices that the CUDA kernels of `op` take on this device."""
-    index = -1 if device.index is None else device.index
-    assert _extension.native is not None  # _has_cuda_kernels
-    return _extension.native.cuda_limit(op, str(dtype).removeprefix("torch."), index)
 
 
 _STATUS = {
@@ -144,73 +198,72 @@ def _check_name(name: str) -> str:
 def use_backend(name: str | None) -> Iterator[None]:
     """Make `name` the backend of every call inside that does not name one itself (None: choose again).
 
-    It holds for the whole process, not for one thread, like torch's own global switches.
+    It holds for the whole process, not for one thread, like torch's own global switches. Layers that PyTorch has too,
+    linear ones and the MLP of this package's models, are PyTorch's own where `name` has no kernels for them.
     """
     if name is not None:
         _check_name(name)
-    before = _Choice.forced
-    _Choice.forced = name
+    before = _Choice.active
+    _Choice.active = name
     try:
         yield
     finally:
-        _Choice.forced = before
+        _Choice.active = before
 
 
-def forced_backend() -> str | None:
-    """What `use_backend` has set, for other processes to set too."""
-    return _Choice.forced
+def active_backend() -> str | None:
+    """What `use_backend` has named, for other processes to name too; None where it leaves the choice."""
+    return _Choice.active
 
 
-def device_backend(tensor: Tensor, op: str | None = None) -> str:
+def default_backend(tensor: Tensor, op: str | None = None) -> str:
     """The backend whose kernels torch's dispatcher would call for this tensor (and op)."""
-    if tensor.device.type == "cpu":
-        return "triton" if triton_interprets() else "cpu"
-    return "cuda" if op is not None and "cuda" in KERNELS[op] else "triton"
+    return _default_backend(tensor.device.type, op)
 
 
-def _obstacle(op: str, name: str, tensor: Tensor) -> str | None:
-    """Why backend `name` cannot run `op` on `tensor`, or None if it can."""
-    if name == "reference":
+def _default_backend(device: str, op: str | None) -> str:
+    if device == "cpu":
+        return "triton" if triton_interpreter_enabled() else "cpu"
+    return "cuda" if op is not None and "cuda" in SUPPORT[op] else "triton"
+
+
+def backend_for(op: str, device: torch.device | str) -> str:
+    """The backend that runs `op` on ordinary float32 tensors of this device.
+
+    Raises BackendError where `use_backend` names one that cannot run there.
+    """
+    device, name = torch.device(device).type, active_backend()
+    if name is None:
+        name = _default_backend(device, op)
+        return "reference" if _absence(op, name, device, torch.float32) else name
+    reason = _absence(op, name, device, torch.float32)
+    if reason is not None:
+        raise BackendError(f"{op}: backend {name!r} cannot run on {device}: {reason}")
+    return name
+
+
+def unsupported_reason(op: str, backend: str, tensor: Tensor) -> str | None:
+    """Why `backend` cannot run `op` on `tensor`, or None if it can."""
+    reason = _absence(op, backend, tensor.device.type, tensor.dtype)
+    return reason if reason is not None or backend == "reference" else SUPPORT[op][backend].limit(tensor)
+
+
+def _absence(op: str, backend: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why the backend has no kernels for the op, whatever the sizes."""
+    if backend == "reference":
         return None
-    dtypes = KERNELS[op].get(name)
-    if dtypes is None:
-        have = ", ".join(repr(other) for other in ("reference", *KERNELS[op]))
-        return f"this version has no {name} kernel for {op}; it has {have}"
-    devices = {"cpu": ("cpu",), "triton": ("cpu",) if triton_interprets() else ("cuda",), "cuda": ("cuda",)}[name]
-    if tensor.device.type not in devices:
-        return f"it takes tensors on {' or '.join(devices)}, got one on {tensor.device.type}"
-    if tensor.dtype not in dtypes:
-        return f"it takes {', '.join(map(str, dtypes))}, got {tensor.dtype}"
-    if name == "cpu" and _extension.native is None:
-        return _extension.why_missing
-    if name == "triton" and not _HAS_TRITON:
-        return _NO_TRITON
-    if name == "cuda":
-        return _cuda_obstacle(op, tensor)
-    return _triton_obstacle(op, tensor) if name == "triton" else None
-
-
-def _cuda_obstacle(op: str, tensor: Tensor) -> str | None:
-    """What the CUDA kernels do not have goes to torch.linalg."""
-    if op in BY_PRODUCTS:
-        return None
-    if not _has_cuda_kernels():
-        return _NO_CUDA_KERNELS
-    size, limit = max(tensor.shape[-2:]), _cuda_limit(op, tensor.dtype, tensor.device)
-    if size > limit:
-        return f"on this device it takes matrices of up to {limit} rows and columns, got {size}"
-    if op == "eig" and _transforms.needs_gradient(tensor):
-        return "it has eigenvalues without gradient only"
-    return None
-
-
-def _triton_obstacle(op: str, tensor: Tensor) -> str | None:
-    if op != "spectral_attention":
-        return None
-    from overtone.triton_kernels.attention.config import unsupported_reason
-    from overtone.triton_kernels.runtime import architecture
-
-    return unsupported_reason(architecture(tensor.device), tensor.dtype, tensor.shape[-1])
+    support = SUPPORT[op].get(backend)
+    if support is None:
+        have = ", ".join(repr(other) for other in ("reference", *SUPPORT[op]))
+        return f"this version has no {backend} kernel for {op}; it has {have}"
+    wanted = "cpu" if backend == "cpu" or (backend == "triton" and triton_interpreter_enabled()) else "cuda"
+    if device != wanted:
+        return f"needs a tensor on {wanted}, got one on {device}"
+    if dtype not in support.dtypes:
+        return f"takes {', '.join(map(str, support.dtypes))}, got {dtype}"
+    if backend == "cpu" and _extension.module is None:
+        return _extension.load_error
+    return _NO_TRITON if backend == "triton" and not _HAS_TRITON else None
 
 
 _warned: set[str] = set()
@@ -224,21 +277,25 @@ def _warn_once(message: str) -> None:
 
 def select(op: str, requested: str | None, tensor: Tensor) -> str:
     """The backend that runs `op` on `tensor`. Raises if it was asked for by name and cannot."""
-    name = requested if requested is not None else _Choice.forced
+    name = requested if requested is not None else _Choice.active
     if name is not None:
-        obstacle = _obstacle(op, _check_name(name), tensor)
-        if obstacle is None and name != "reference" and _transforms.differentiating():
-            obstacle = NOT_BY_KERNELS
-        if obstacle is not None:
-            raise BackendError(f"{op}: backend {name!r} cannot run this call: {obstacle}")
+        reason = unsupported_reason(op, _check_name(name), tensor)
+        if reason is None and name != "reference" and _transforms.differentiating():
+            reason = NOT_BY_KERNELS
+        if reason is not None:
+            raise BackendError(f"{op}: backend {name!r} cannot run this call: {reason}")
         return name
-    name = device_backend(tensor, op)
-    if name not in KERNELS[op]:
+    name = default_backend(tensor, op)
+    if name not in SUPPORT[op]:
         return "reference"
-    obstacle = _obstacle(op, name, tensor)
-    if obstacle is None:
+    reason = unsupported_reason(op, name, tensor)
+    if reason is None:
         return name
     # That torch.linalg takes what the CUDA kernels do not is no surprise: backends() says so.
-    if name != "cuda" and tensor.dtype in KERNELS[op][name] and not torch.compiler.is_compiling():
-        _warn_once(f"overtone runs on its PyTorch reference, slower than its kernels: {obstacle}")
+    if name != "cuda" and tensor.dtype in SUPPORT[op][name].dtypes and not torch.compiler.is_compiling():
+        _warn_once(f"falling back to the PyTorch reference (slower): {reason}")
     return "reference"
+
+
+# Names of before, until ops/attention.py and triton_kernels have moved on.
+device_backend, triton_interprets = default_backend, triton_interpreter_enabled

@@ -16,24 +16,24 @@ BF16_REMEDY = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported"
 
 def available_isas() -> list[str]:
     """The instruction sets this machine can run, lowest first; empty without the extension."""
-    return _extension.native.available_isas() if _extension.native else []
+    return _extension.module.available_isas() if _extension.module else []
 
 
 def isa() -> str | None:
     """The instruction set the CPU kernels use; None without the extension."""
-    return _extension.native.isa() if _extension.native else None
+    return _extension.module.isa() if _extension.module else None
 
 
 def set_isa(name: str) -> None:
     """Cap the instruction set of the CPU kernels for this process."""
-    if _extension.native is None:
-        raise RuntimeError(f"set_isa: no CPU kernels: {_extension.why_missing}")
-    _extension.native.set_isa(name)
+    if _extension.module is None:
+        raise RuntimeError(f"set_isa: no CPU kernels: {_extension.load_error}")
+    _extension.module.set_isa(name)
 
 
 def last_kernel() -> str:
     """The CPU kernel that ran last on this thread, as "op/isa"."""
-    return _extension.native.last_kernel() if _extension.native else ""
+    return _extension.module.last_kernel() if _extension.module else ""
 
 
 def thread_latency() -> float | None:
@@ -42,7 +42,7 @@ def thread_latency() -> float | None:
     On a virtual machine it changes while a process runs, as the host moves the virtual CPUs: those that share a
     third-level cache are several times closer, and whatever waits for other threads is faster there.
     """
-    seconds = _extension.native.line_round_trip() if _extension.native else math.nan
+    seconds = _extension.module.line_round_trip() if _extension.module else math.nan
     return None if math.isnan(seconds) else seconds
 
 

@@ -102,7 +102,7 @@ class SpectrumModule(nn.Module):
 
     def group(self) -> tuple[Hashable, ...]:
         """What modules whose bases are factorised together have in common."""
-        return type(self).bases, self.dim, validate.statistics_dtype(self.basis.dtype), self.basis.device
+        return type(self).bases, self.dim, validate.accumulate_dtype(self.basis.dtype), self.basis.device
 
     @staticmethod
     def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
@@ -358,4 +358,4 @@ def _guarantee(name: str, spectrum: SpectrumModule) -> Guarantee:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(validate.statistics_dtype(x.dtype))
+    return x.to(validate.accumulate_dtype(x.dtype))

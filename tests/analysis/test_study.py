@@ -12,22 +12,24 @@ import time
 
 import pytest
 import torch
-from support import browser
+from support import browser, cifar
 from support import runs as processes
 
+import overtone as ot
 from overtone import cli
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("sklearn", reason="needs scikit-learn")
 
-from overtone.study import Plan, study
+from overtone.study import PARTS, Plan, study
 from overtone.study import runs as study_runs
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
-from overtone.study.results import MeanStd
+from overtone.study.escalation import BLOCK_METRICS, block_measures
+from overtone.study.stats import CAME_OUT, DID_NOT, T_975, UNDECIDED, Difference, MeanStd
 from overtone.study.tables import all_tables, ranking
 from overtone.training import ConfigError, checkpoint
 
-PLAN = Plan.of("digits", quick=True, epochs=1)
+PLAN = Plan.of("digits", quick=True, epochs=1, depths=(2, 4), parts=(*PARTS, "methods"), methods=["plain", "centered"])
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ class TestReport:
         with browser.running(tmp_path) as tab:
             tab.open(outcome.report)
             assert (tab.requests(), tab.complaints()) == ([], [])
-            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13
+            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 7 + 1 + 1
             tab.open(outcome.report, width=390)
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -114,9 +116,9 @@ class TestRestart:
         assert {path: path.read_bytes() for path in before} == before
 
     def test_a_lost_measurement_is_taken_again_without_training(self, outcome):
-        run = PLAN.runs()[0]
+        run = PLAN.runs_of("regimes")[0]
         folder = outcome.report.parent / "runs"
-        path = folder / run.folder_name / study_runs.MEASURES
+        path = folder / run.folder_name / f"{run.part}.json"
         text = path.read_text()
         path.write_text(text[:100])
         weights = (folder / run.folder_name / checkpoint.CHECKPOINT).read_bytes()
@@ -126,7 +128,7 @@ class TestRestart:
 
     def test_a_killed_study_goes_on(self, tmp_path):
         """Its processes end with it, and the run that was under way comes to the same result."""
-        run = next(run for run in PLAN.runs() if run.fraction == 0.1 and run.regime == "free")
+        run = next(run for run in PLAN.runs_of("regimes") if run.config.fraction == 0.1)
         (study_process,) = processes.start(_two_at_a_time, run, tmp_path)
         metrics = tmp_path / run.folder_name / "metrics.csv"
         _wait_for(metrics.exists)
@@ -142,7 +144,7 @@ class TestRestart:
         assert all(torch.equal(killed[name], value) for name, value in undisturbed.items())
 
     def test_a_runs_folder_is_named_by_all_that_decides_it(self):
-        names = {run.folder_name for plan in (PLAN, Plan.of("digits")) for run in plan.runs()}
+        names = {run.folder_name for plan in (PLAN, Plan.of("digits")) for run in plan.runs_of("regimes")}
         assert len(names) == 9 + 27
         run = PLAN.runs()[0]
         assert run._replace(config=run.config.replace(workers=7)).folder_name == run.folder_name
@@ -167,6 +169,92 @@ def _is_free(folder) -> bool:
             return True
     except checkpoint.CheckpointError:
         return False
+
+
+class TestComparisons:
+    def test_runs_with_the_same_training_are_trained_once(self, outcome):
+        runs = PLAN.runs()
+        folders = {run.folder_name for run in runs}
+        assert {path.name for path in (outcome.report.parent / "runs").iterdir()} == folders
+        shared = [run for run in runs if run.folder_name == PLAN.runs_of("regimes")[0].folder_name]
+        assert {run.part for run in shared} == {"regimes", "depth", "kinds", "methods"}
+        assert len({outcome.results.runs[run]["accuracy"] for run in shared}) == 1
+
+    def test_every_variant_is_in_its_table(self, outcome):
+        tables = all_tables(outcome.results)
+        for part, name in (("depth", "depth-accuracy"), ("kinds", "kinds"), ("methods", "methods")):
+            assert [row[0] for row in tables[name].rows] == outcome.results.variants(part)
+        depth = {row[0]: row[2:] for row in tables["depth-accuracy"].rows}
+        (deep,) = outcome.results.select("depth", "pre-norm", depth=4)
+        assert depth["pre-norm"][1] == MeanStd.of([100 * deep["accuracy"]])
+        blocks = tables["depth-blocks"]
+        assert len(blocks.rows) == 5 * 2 * 4 and len(blocks.columns) == 3 + len(BLOCK_METRICS)
+
+    def test_v_stays_well_conditioned(self, outcome):
+        limit = PLAN.config.condition_limit
+        for run, measures in outcome.results.runs.items():
+            if run.part in ("kinds", "methods"):
+                assert len(measures["conditions"]) == (run.config.epochs if run.config.kind == "general" else 0)
+                assert all(1 <= condition <= limit for condition in measures["conditions"])
+
+    def test_one_seed_decides_nothing_and_says_so(self, outcome):
+        rows = all_tables(outcome.results)["findings"].rows
+        assert {row[0] for row in rows} == {UNDECIDED}
+        assert {row[2] for row in rows} == {"Dovonon et al.", "Yu and Zhang", "–"}
+
+    def test_cifar_from_the_archive_to_the_report(self, monkeypatch, tmp_path):
+        cifar.small_cifar10(tmp_path, monkeypatch, train=400, test=20)
+        arguments = ["--data", "cifar10", "--data-dir", str(tmp_path), "--quick", "--epochs", "1", "--parts", "kinds"]
+        assert cli.main(["study", *arguments, "--jobs", "1", "--out", str(tmp_path / "report")]) == 0
+        page = (tmp_path / "report" / "report.html").read_text()
+        assert "on cifar10" in page and "V Λ V⁻¹" in page
+        assert (tmp_path / "report" / "kinds.csv").exists() and not (
+            tmp_path / "report" / "depth-accuracy.csv"
+        ).exists()
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("options", [{}, {"method": "de_escalation", "filter_place": "attention", "strength": 0.5}])
+def test_measures_of_blocks_are_what_they_say(norm, options):
+    """Against the model written out, block by block."""
+    torch.manual_seed(0)
+    config = ot.models.ViTConfig(
+        image_size=8, patch_size=2, num_classes=4, dim=12, num_heads=2, depth=2, norm=norm, **options
+    )
+    model = ot.models.VisionTransformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    images, labels = torch.randn(3, 3, 8, 8), torch.tensor([0, 1, 2])
+    found = block_measures(model, images, labels)
+    assert set(found) == set(BLOCK_METRICS)
+    x = torch.cat((model.cls_token.expand(3, -1, -1), model.patch_embed(images)), 1) + model.pos_embed
+    for place, block in enumerate(model.blocks):
+        y = block(x)[0]
+        update = block.attn(block.attention_input(x))
+        mixed = x + (block.filter(update) if options else update)
+        assert found["similarity"][place] == pytest.approx(ot.token_similarity(x).median().item(), rel=1e-4)
+        assert found["stream"][place] == pytest.approx(x.norm(dim=(1, 2)).median().item(), rel=1e-4)
+        assert found["update"][place] == pytest.approx((y - x).norm(dim=(1, 2)).median().item(), rel=1e-4)
+        rate = ot.token_diversity(x) / ot.token_diversity(mixed)
+        assert found["rate"][place] == pytest.approx(rate.median().item(), rel=1e-4)
+        x = y
+    torch.nn.functional.cross_entropy(model(images), labels).backward()
+    gradients = [torch.cat([p.grad.flatten() for p in block.parameters()]).norm().item() for block in model.blocks]
+    assert found["gradient"] == pytest.approx(gradients, rel=1e-4)
+
+
+def test_the_estimate_of_the_rate_is_right_for_random_weights():
+    """Where attention is (1 − e)I + eΠ, whose |λ₂| is 1 − e, and W is random, it is the mean of the rate."""
+    torch.manual_seed(0)
+    n, dim, share = 16, 256, 0.6
+    x = torch.randn(200, n, dim, dtype=torch.float64) + 0.5 * torch.randn(200, 1, dim, dtype=torch.float64)
+    mixing = (1 - share) * torch.eye(n, dtype=torch.float64) + share / n
+    weight = torch.randn(dim, dim, dtype=torch.float64) / dim**0.5
+    rate = ot.escalation_rate(x, x + mixing @ x @ weight)
+    size = weight.square().sum() / dim
+    contraction = (1 + size) / (1 + size * (1 - share) ** 2)
+    estimate = 1 + ot.token_similarity(x) * (contraction - 1)
+    assert (rate / estimate).mean().item() == pytest.approx(1, abs=0.01)
 
 
 class TestCorruptions:
@@ -212,6 +300,29 @@ class TestWords:
         ours = {regime: MeanStd(mean, std) for regime, mean in zip(self.PAPER, means, strict=True)}
         assert expected in ranking("With all data", ours, self.PAPER)
 
+    @pytest.mark.parametrize(
+        "a, b, limit, verdict",
+        [
+            ((3.0, 4.0, 5.0), (1.0, 2.1, 2.9), 0, CAME_OUT),
+            ((3.0, 4.0, 5.0), (1.0, 2.1, 2.9), 3, DID_NOT),
+            ((3.0, 4.0, 5.0), (1.0, 2.1, 2.9), 2, UNDECIDED),
+            ((1.0, 2.0, 3.0), (3.0, 1.0, 2.0), 0, UNDECIDED),
+            ((3.0,), (1.0,), 0, UNDECIDED),
+        ],
+    )
+    def test_a_paired_difference_decides_where_its_interval_does(self, a, b, limit, verdict):
+        assert Difference.of(a, b).above(limit) == verdict
+
+    def test_the_interval_is_students(self):
+        scipy_stats = pytest.importorskip("scipy.stats", reason="needs scipy")
+        for degrees, t in enumerate(T_975, 1):
+            assert t == pytest.approx(scipy_stats.t.ppf(0.975, degrees), abs=6e-4)
+        a, b = [1.0, 2.5, 4.0, 3.0], [0.5, 2.0, 4.5, 1.0]
+        wanted = scipy_stats.ttest_rel(a, b).confidence_interval(0.95)
+        found = Difference.of(a, b)
+        assert (found.low, found.high) == pytest.approx(tuple(wanted), rel=1e-3)
+        assert str(found) == f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
+
     def test_one_seed_has_no_deviation(self):
         assert str(MeanStd.of([1.0])) == "1.00"
         assert str(MeanStd.of([1.0, 3.0])) == "2.00 ± 1.41"
@@ -232,7 +343,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         "arguments, message",
         [
-            (["--data", "letters"], "data: got 'letters', wanted one of digits, cifar100"),
+            (["--data", "letters"], "data: got 'letters', wanted one of digits, cifar10, cifar100"),
+            (["--data", "cifar10"], "cifar10: data_dir is not given"),
+            (["--parts", "width"], "parts: got 'width', wanted some of depth, kinds, methods"),
+            (["--methods", "magic"], "methods: got 'magic', wanted some of plain, de_escalation"),
+            (["--depths", "6", "0"], "depths: got 6, 0, wanted numbers of at least 1"),
             (["--data", "cifar100"], "cifar100: data_dir is not given"),
             (["--seeds", "0"], "seeds: got 0, wanted at least 1"),
         ],

@@ -13,13 +13,12 @@ import torch
 
 import overtone as ot
 from overtone import libraries
-from overtone.backends import KERNELS, BackendStatus
+from overtone.backends import SUPPORT, BackendStatus
 from overtone.benchmarks import attention, metrics, module
 from overtone.benchmarks.attention import Shape
 from overtone.benchmarks.harness import backends, machine, report, runner, tables
 from overtone.benchmarks.harness.case import MODES
-from overtone.benchmarks.linalg import extremal
-from overtone.benchmarks.linalg import inverse as compose
+from overtone.benchmarks.linalg import extremal, inverse
 from overtone.cli import bench, main
 
 SMALL = Shape("small", 2, 9, 32, 2)
@@ -36,20 +35,22 @@ def passed(case) -> bool:
 def test_every_op_is_measured():
     ops = {case.op for case in runner.all_cases()}
     linalg = {name for name in ot.linalg.__all__ if not name.endswith("_ex")} - {"ExtremalResult"}
-    assert linalg <= ops and set(KERNELS) <= ops
+    assert linalg <= ops and set(SUPPORT) - {"orthonormal_basis"} <= ops
     assert {"de_escalate", "cosine_similarity", "effective_rank", "stable_rank"} <= ops
     assert {"attention_module", "training_step", "dominance"} <= ops
 
 
 def test_every_op_with_a_gradient_has_all_modes():
-    found = {op: {case.mode for case in runner.all_cases() if case.op == op} for op in KERNELS}
+    found = {
+        op: {case.mode for case in runner.all_cases() if case.op == op} for op in set(SUPPORT) - {"orthonormal_basis"}
+    }
     found["eigvals"] = {case.mode for case in runner.all_cases() if case.op == "eigvals"}
     del found["eig"]  # its eigenvectors have no gradient to compare
     assert {op: modes for op, modes in found.items() if modes != set(MODES)} == {}
 
 
 def test_growth_is_visible():
-    for op, sizes in (("frequency_norms", 6), ("spectral_attention", 7), ("eigh", 8), ("compose_general", 3)):
+    for op, sizes in (("frequency_norms", 6), ("spectral_attention", 7), ("eigh", 8), ("inverse", 3)):
         assert len({case.shape for case in runner.all_cases() if case.op == op}) >= sizes
 
 
@@ -87,10 +88,9 @@ def test_a_missing_library_is_skipped_with_a_message(monkeypatch):
 
 
 def test_small_cases_of_the_new_files_agree(monkeypatch):
-    monkeypatch.setattr(compose, "LAYERS", 2)
-    for op in compose.OURS:
-        for mode in MODES:
-            assert passed(compose._case(op, 24, mode))
+    monkeypatch.setattr(inverse, "LAYERS", 2)
+    for mode in MODES:
+        assert passed(inverse._case(24, mode))
     shape = metrics.Shape(2, 9, 16)
     for mode in MODES:
         assert passed(metrics._cosine(shape, mode))
@@ -131,7 +131,7 @@ def test_a_backend_that_is_not_here_is_not():
 
 
 def test_inputs_move_to_the_backends_device(monkeypatch):
-    monkeypatch.setattr(backends, "triton_interprets", lambda: False)
+    monkeypatch.setattr(backends, "triton_interpreter_enabled", lambda: False)
     assert backends.device_of("triton") == backends.device_of("cuda") == "cuda"
     leaf = torch.ones(3, requires_grad=True)
     there = backends.moved(leaf, "meta")
@@ -172,11 +172,11 @@ def test_the_list_shows_both(capsys):
 def test_the_default_is_the_standard_set_and_all_is_all(monkeypatch):
     chosen = []
     monkeypatch.setattr(bench, "_compare", lambda args, cases: chosen.append([case.name for case in cases]) or 0)
-    for arguments in ([], ["--all"], ["--op", "compose_general", "attention_module"]):
+    for arguments in ([], ["--all"], ["--op", "inverse", "attention_module"]):
         assert main(["bench", *arguments]) == 0
     standard, every, beyond = chosen
     assert set(standard) == tables.standard_names() and len(every) == len(runner.all_cases())
-    assert sum(name.startswith("compose_general") for name in beyond) == 9, "it has nothing in the standard set"
+    assert sum(name.startswith("inverse") for name in beyond) == 9, "it has nothing in the standard set"
     assert {name for name in beyond if "module" in name} == {name for name in standard if "module" in name}
 
 

@@ -169,7 +169,7 @@ def head(tmp_path) -> Path:
 def slow_down(checkout: Path) -> None:
     path = checkout / "python" / "overtone" / "ops" / "frequency.py"
     text = path.read_text()
-    line = '    x = checks.tokens("frequency_norms", "x", x)\n'
+    line = '    x = validate.tokens("frequency_norms", "x", x)\n'
     assert line in text
     path.write_text(text.replace(line, line + "    __import__('time').sleep(0.05)\n"))
 

@@ -105,8 +105,8 @@ def test_info_says_how_the_extension_was_built(capsys, cpu_kernels):
 
 
 def test_info_without_the_extension_says_why(capsys, monkeypatch):
-    monkeypatch.setattr(_extension, "native", None)
-    monkeypatch.setattr(_extension, "why_missing", "it was left out")
+    monkeypatch.setattr(_extension, "module", None)
+    monkeypatch.setattr(_extension, "load_error", "it was left out")
     text = run(capsys, "info")
     assert "missing" in text
     assert "not available: it was left out" in text

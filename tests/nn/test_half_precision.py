@@ -12,7 +12,7 @@ from support import accuracy, optional
 from torch.func import functional_call
 
 import overtone as ot
-from overtone._validate import statistics_dtype
+from overtone._validate import accumulate_dtype
 from overtone.models import METHODS, VisionTransformer, ViTConfig
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -112,7 +112,7 @@ def written_out(x, named, regime, kind, bounded):
         eigenvalues, basis_out, bias = 1, named["proj.weight"].mT, named["proj.bias"]
     else:
         basis, raw = (named[f"spectrum.{name}"] for name in ("basis", "raw_eigenvalues"))
-        basis, raw = basis.to(statistics_dtype(basis.dtype)), raw.to(statistics_dtype(raw.dtype))
+        basis, raw = basis.to(accumulate_dtype(basis.dtype)), raw.to(accumulate_dtype(raw.dtype))
         functions = ot.reference.spectrum
         spectrum = (
             functions.symmetric(basis, raw, regime, bounded)

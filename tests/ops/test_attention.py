@@ -348,17 +348,19 @@ class TestContract:
             attn_mask = args[6] if args[6] is None else args[6].expand(2, 2, 5, 7)
             if mask == "bias":
                 attn_mask = attn_mask.float().detach()
-            call = (*args[:6], attn_mask, is_causal, 0.25)
+            bias, gain = torch.randn(24).requires_grad_(), torch.randn(2).requires_grad_()
+            addend = torch.randn(2, 2, 1, 16).to(dtype).requires_grad_().expand(2, 2, 5, 16)
+            weight, residual, sample_scale = args[4], args[5], torch.rand(2)
+            call = (*args[:3], weight, bias, residual, sample_scale, attn_mask, gain, addend, is_causal, 0.25)
             detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in call]
             op = torch.ops.overtone.spectral_attention
             torch.library.opcheck(op.default, (*call, True, True, True))
+            torch.library.opcheck(op.default, (*call[:4], *(None,) * 6, *call[10:], False, False, True))
             torch.library.opcheck(op.default, (*detached, False, False, False))
-            y, low, high, _, heads, softmax_rows = op(*detached, True, True, True)
-            y = y.float()
-            rest = (*detached[:5], *detached[6:9], heads, softmax_rows)
-            for needs, grads in ((63, (y, low, high)), (16, (y, None, None)), (3, (None, low, high))):
-                backward = (*grads, y, low, high, *rest, needs)
-                torch.library.opcheck(torch.ops.overtone.spectral_attention_backward.default, backward)
+            y, *_, attn_out, softmax_stats = op(*detached, True, True, True)
+            backward = (y, *detached[:4], *detached[7:], attn_out, softmax_stats)
+            for output_mask in (127, 8, 3, 32, 64, 16):
+                torch.library.opcheck(torch.ops.overtone.spectral_attention_backward.default, (*backward, output_mask))
 
     @pytest.mark.parametrize("mask", ["none", "bool", "bias"])
     @pytest.mark.parametrize("is_causal", [False, True])
@@ -418,7 +420,7 @@ class TestContract:
         args = random_call()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y, low, _ = as_call(ot.spectral_attention, backend="cpu")(*args)
-        assert y.dtype == torch.bfloat16 and low.dtype == torch.float32
+        assert y.dtype == torch.float32 and low.dtype == torch.float32  # as the residual
         gradients = torch.autograd.grad(y.float().sum() + low.sum(), args[:6])
         assert all(g.dtype == torch.float32 for g in gradients)
 
@@ -434,23 +436,60 @@ class TestContract:
             a.detach() if a is not None else None for a in random_call()
         )
         op = torch.ops.overtone.spectral_attention
-        for changed in (
-            {"query": query[0]},
-            {"key": key[:, :1]},
-            {"value": value[..., :3]},
-            {"eigenvalues": eigenvalues[:5]},
-            {"eigenvalues": eigenvalues.double()},
-            {"basis": basis[:5]},
-            {"residual": residual[:, :5]},
-            {"attn_mask": torch.ones(3, 3, dtype=torch.bool)},
+        bias, sample_scale, gain, addend = torch.ones(24), torch.ones(2), torch.ones(2), torch.ones(2, 2, 33, 16)
+        call = {
+            "query": query, "key": key, "value": value, "weight": basis, "bias": bias, "residual": residual,
+            "sample_scale": sample_scale, "attn_mask": None, "gain": gain, "addend": addend, "is_causal": False,
+            "scale": 1.0, "return_norms": True, "return_unrounded": False, "save_for_backward": True,
+        }  # fmt: skip
+        op(**call)
+        for name, changed in (
+            ("query", query[0]),
+            ("key", key[:, :1]),
+            ("value", value[..., :3]),
+            ("weight", basis[:5]),
+            ("weight", basis.double()),
+            ("bias", bias[:5]),
+            ("bias", bias.half()),
+            ("bias", torch.ones(48)[::2]),
+            ("residual", residual[:, :5]),
+            ("residual", residual.half()),
+            ("sample_scale", torch.ones(3)),
+            ("sample_scale", torch.ones(2, 1)),
+            ("attn_mask", torch.ones(3, 3, dtype=torch.bool)),
+            ("gain", torch.ones(3)),
+            ("gain", torch.ones(2).double()),
+            ("addend", addend[:, :, :1]),
+            ("addend", addend.half()),
         ):
-            call = {
-                "query": query, "key": key, "value": value, "eigenvalues": eigenvalues, "basis": basis,
-                "residual": residual, "attn_mask": None, "is_causal": False, "scale": 1.0, "need_norms": True,
-                "need_wide": False, "need_backward": True,
-            }  # fmt: skip
-            with pytest.raises(RuntimeError):
-                op(**{**call, **changed})
+            with pytest.raises(RuntimeError, match=f"spectral_attention: ({name}|key|value)"):
+                op(**{**call, name: changed})
+
+    def test_direct_backward_calls_are_checked_before_memory_is_touched(self):
+        query, key, value, _, basis, *_ = (a.detach() if a is not None else None for a in random_call())
+        forward, backward = torch.ops.overtone.spectral_attention, torch.ops.overtone.spectral_attention_backward
+        addend = torch.ones(2, 2, 33, 16)
+        y, _, _, attn_out, softmax_stats = forward(
+            query, key, value, basis, *(None,) * 5, addend, False, 1.0, False, False, True
+        )
+        call = {
+            "grad_y": y, "query": query, "key": key, "value": value, "weight": basis, "attn_mask": None,
+            "gain": torch.ones(2), "addend": addend, "is_causal": False, "scale": 1.0, "attn_out": attn_out,
+            "softmax_stats": softmax_stats, "output_mask": 127,
+        }  # fmt: skip
+        backward(**call)
+        for name, changed in (
+            ("grad_y", y[:1]),
+            ("grad_y", y.double()),
+            ("grad_y", y.mT.contiguous().mT),
+            ("attn_out", attn_out[:, :5]),
+            ("attn_out", torch.empty(0)),
+            ("softmax_stats", softmax_stats[..., :1]),
+            ("gain", torch.ones(1)),
+            ("addend", torch.ones(1, 2, 33, 16)),
+        ):
+            with pytest.raises(RuntimeError, match=f"spectral_attention_backward: {name}"):
+                backward(**{**call, name: changed})
 
 
 class TestPacked:
@@ -463,7 +502,7 @@ class TestPacked:
 
     @staticmethod
     def packed(qkv, eigenvalues, basis, residual, attn_mask, head_gain, **options):
-        y, norms = attention.spectral_attention_packed(
+        y, norms = attention.spectral_attention_qkvpacked(
             qkv, eigenvalues, basis, residual=residual, attn_mask=attn_mask, head_gain=head_gain, return_norms=True,
             **options,
         )  # fmt: skip
@@ -483,8 +522,7 @@ class TestPacked:
         for a, b in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
             assert torch.equal(a, b)
         assert ours[1][0].is_contiguous()
-        if not gain:  # a gain's own products come after
-            assert cpu_kernels.last_kernel().startswith("spectral_attention_packed_backward/")
+        assert cpu_kernels.last_kernel().startswith("spectral_attention_qkvpacked_backward/")
 
     @pytest.mark.parametrize("index", range(5))
     def test_only_the_needed_gradient(self, index):
@@ -501,14 +539,17 @@ class TestPacked:
 
     def test_opcheck(self):
         args = self.arguments()
-        op = torch.ops.overtone.spectral_attention_packed
-        torch.library.opcheck(op.default, (*args[:5], False, 0.25, True, True, True))
-        call = [a if a is None else a.detach() for a in args[:5]]
-        y, low, high, _, heads, softmax_rows = op(*call, False, 0.25, True, True, True)
-        rest = (*call[:3], call[4], False, 0.25, heads, softmax_rows)
-        for needs in (63 - 32, 7, 8):
-            backward = (y, low, high, y, low, high, *rest, needs)
-            torch.library.opcheck(torch.ops.overtone.spectral_attention_packed_backward.default, backward)
+        op = torch.ops.overtone.spectral_attention_qkvpacked
+        qkv, _, weight, residual, *_ = args
+        rest = (None, torch.ones(2), torch.zeros(2, 2, 33, 16), False, 0.25)
+        torch.library.opcheck(op.default, (qkv, weight, None, residual, None, *rest, True, True, True))
+        qkv, weight = qkv.detach(), weight.detach()
+        y, *_, attn_out, softmax_stats = op(qkv, weight, None, None, None, *rest, True, True, True)
+        for output_mask in (127 - 16, 7, 8):
+            torch.library.opcheck(
+                torch.ops.overtone.spectral_attention_qkvpacked_backward.default,
+                (y, qkv, weight, *rest, attn_out, softmax_stats, output_mask),
+            )
 
     def test_compile(self):
         compiling.check_compiles(
@@ -522,4 +563,4 @@ class TestPacked:
 
     def test_bad_shape(self):
         with pytest.raises(ValueError, match=r"qkv must be \[B, N, 3, H, D\], got \[2, 5, 4, 2, 8\]"):
-            attention.spectral_attention_packed(torch.ones(2, 5, 4, 2, 8), torch.ones(16), torch.ones(16, 16))
+            attention.spectral_attention_qkvpacked(torch.ones(2, 5, 4, 2, 8), torch.ones(16), torch.ones(16, 16))

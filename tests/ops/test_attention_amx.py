@@ -201,4 +201,4 @@ def test_other_dtypes_run_on_vectors(tile_level, cpu_kernels):
 
 
 def test_emulation_is_never_chosen_by_itself():
-    assert "amx_emulated" not in _extension.native.available_isas()
+    assert "amx_emulated" not in _extension.module.available_isas()

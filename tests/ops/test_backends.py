@@ -11,6 +11,8 @@ import torch
 
 import overtone as ot
 from overtone import _extension
+from overtone.nn.linear import Mlp
+from overtone.ops.linear import linear
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -55,7 +57,7 @@ def test_a_named_backend_that_cannot_run_raises(backend, words):
 
 
 def test_the_cpu_backend_refuses_other_devices():
-    with pytest.raises(ot.BackendError, match="takes tensors on cpu, got one on meta"):
+    with pytest.raises(ot.BackendError, match="needs a tensor on cpu, got one on meta"):
         ot.frequency_norms(torch.randn(2, 3, 4, device="meta"), backend="cpu")
 
 
@@ -105,7 +107,7 @@ class TestIsaSwitch:
 
     def test_an_unknown_level_is_named(self):
         with pytest.raises(ValueError, match="unknown instruction set 'sse9'; wanted one of baseline, avx2, avx512"):
-            _extension.native.set_isa("sse9")
+            _extension.module.set_isa("sse9")
 
     def test_an_unknown_level_in_the_environment_is_named(self):
         result = run_python("import overtone", OVERTONE_CPU_ISA="sse9")
@@ -135,20 +137,47 @@ def on_cuda(n: int, requires_grad: bool = False) -> SimpleNamespace:
 def test_cuda_tensors_go_to_the_cuda_kernels_that_exist(monkeypatch):
     module = sys.modules["overtone.backends"]  # the name in the package is the public function
     choose = module.select
-    assert choose("compose_symmetric", None, on_cuda(768)) == "cuda"  # by batched products, always there
-    monkeypatch.setattr(_extension, "native", SimpleNamespace())
+    assert choose("inverse", None, on_cuda(768)) == "cuda"  # by batched products, always there
+    monkeypatch.setattr(_extension, "module", SimpleNamespace())
     assert choose("eigh", None, on_cuda(16)) == "reference"
     with pytest.raises(ot.BackendError, match="built without its CUDA kernels"):
         choose("eigh", "cuda", on_cuda(16))
     limits = {"eigh": 154, "eig": 197, "qr": 32}
 
-    def cuda_limit(op, dtype, device):
+    def cuda_limit(solver, dtype, device):
         assert (dtype, device) == ("float32", -1)
-        return limits[op]
+        return limits[solver]
 
-    monkeypatch.setattr(_extension, "native", SimpleNamespace(has_cuda=True, cuda_limit=cuda_limit))
-    assert choose("eigh", None, on_cuda(154)) == choose("eig", None, on_cuda(197)) == "cuda"
-    for op, tensor in (("eigh", on_cuda(155)), ("qr", on_cuda(33)), ("eig", on_cuda(16, requires_grad=True))):
+    monkeypatch.setattr(_extension, "module", SimpleNamespace(has_cuda=True, cuda_limit=cuda_limit))
+    assert choose("eigh", None, on_cuda(154)) == choose("eigvals", None, on_cuda(197)) == "cuda"
+    for op, tensor, reason in (
+        ("eigh", on_cuda(155), "supports n ≤ 154 on this device, got 155"),
+        ("qr", on_cuda(33), "supports n ≤ 32 on this device, got 33"),
+        ("eigvals", on_cuda(16, requires_grad=True), "computes eigenvalues only, without gradient"),
+        ("eig", on_cuda(16), "no cuda kernel for eig"),
+    ):
         assert choose(op, None, tensor) == "reference"  # torch.linalg
-        with pytest.raises(ot.BackendError, match="it takes matrices of up to|without gradient only"):
+        with pytest.raises(ot.BackendError, match=reason):
             choose(op, "cuda", tensor)
+
+
+def test_backend_for_says_what_runs_where(cpu_kernels):
+    module = sys.modules["overtone.backends"]
+    assert module.backend_for("spectral_attention", "cpu") == "cpu"
+    assert module.backend_for("linear", "cuda") == "reference"
+    with ot.use_backend("reference"):
+        assert module.backend_for("eigh", torch.device("cpu")) == "reference"
+    with ot.use_backend("cuda"), pytest.raises(ot.BackendError, match="linear: backend 'cuda' cannot run on cpu"):
+        module.backend_for("linear", "cpu")
+
+
+def test_linear_runs_where_it_was_told_to_or_raises(cpu_kernels):
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with ot.use_backend("cpu"):
+        linear(x, weight)
+        assert cpu_kernels.last_kernel() == f"linear/{cpu_kernels.isa()}"
+    with ot.use_backend("triton"), pytest.raises(ot.BackendError, match="no triton kernel for linear"):
+        linear(x, weight)
+    layers = Mlp(4, 8)
+    with ot.use_backend("triton"):  # a layer that PyTorch has, too, is PyTorch's there
+        assert torch.equal(layers(x), layers.fc2(torch.nn.functional.gelu(layers.fc1(x))))

@@ -34,7 +34,7 @@ def test_norms_of_another_dtype_or_size_are_refused(norm, got):
     with pytest.raises(
         RuntimeError, match=rf"frequency_norms_backward: low: {got} on the CPU, wanted contiguous Float"
     ):
-        torch.ops.overtone.frequency_norms_backward(grads, grads, x, norm, grads, None)
+        torch.ops.overtone.frequency_norms_backward(grads, grads, x, norm, grads, None, None)
 
 
 def huge(*shape: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import overtone as ot
 from overtone import reference
 from overtone.ops import attention, flops, linear
-from overtone.ops.linalg import inverse as spectrum
+from overtone.ops.linalg.inverse import inverse
 
 
 def counted(function, args: tuple) -> tuple[int, int]:
@@ -33,13 +33,13 @@ def leaves(shapes: tuple, needs: tuple) -> tuple[torch.Tensor, ...]:
 
 
 def packed_reference(qkv, *rest):
-    return reference.spectral_attention(*attention.heads_of(qkv), *rest)
+    return reference.spectral_attention(*attention.unpack_qkv(qkv), *rest)
 
 
 ATTENTION = ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4), (12,), (12, 6))
 CASES = {
     "attention": (ot.spectral_attention, reference.spectral_attention, ATTENTION),
-    "packed": (attention.spectral_attention_packed, packed_reference, ((2, 5, 3, 3, 4), (12,), (12, 6))),
+    "packed": (attention.spectral_attention_qkvpacked, packed_reference, ((2, 5, 3, 3, 4), (12,), (12, 6))),
     "linear": (linear.linear, reference.linear, ((2, 5, 4), (7, 4))),
 }
 
@@ -114,12 +114,10 @@ class TestSolvers:
         expected = counted(loss(plain), (A,))[1] + (0 if symmetric else product)
         assert counted(loss(function), (A,))[1] == expected
 
-    def test_composed_weights(self, cpu_kernels):
-        matrix, eigenvalues = torch.randn(2, 6, 6) + 4 * torch.eye(6), torch.randn(2, 6)
-        factorised = counted(ot.linalg.qr, (matrix,))[0]
-        cubes = 2 * 6**3
-        assert counted(spectrum.compose_symmetric, (matrix, eigenvalues))[0] == factorised + 2 * cubes
-        assert counted(spectrum.compose_general, (matrix, eigenvalues))[0] == factorised + 3 * cubes
+    def test_inverse(self, cpu_kernels):
+        """As LAPACK's getrf and getri: 2n³, and two products backward."""
+        matrix = (torch.randn(3, 6, 6) + 4 * torch.eye(6)).requires_grad_()
+        assert counted(inverse, (matrix,)) == (3 * 2 * 6**3, 3 * 4 * 6**3)
 
 
 class TestRegistration:

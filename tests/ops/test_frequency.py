@@ -298,7 +298,8 @@ class TestContract:
                 torch.library.opcheck(ops.frequency_filter.default, (x, low, high, m, is_causal))
         norms = [n.detach() for n in ops.frequency_norms(x, mask)]
         values = [t.detach() for t in (x, low, high)]
-        torch.library.opcheck(ops.frequency_norms_backward.default, (*norms, values[0], *norms, mask))
+        for addend in (None, torch.randn(x.shape, dtype=x.dtype)):
+            torch.library.opcheck(ops.frequency_norms_backward.default, (*norms, values[0], *norms, mask, addend))
         for need_x in (False, True):
             for given_x in (None, values[0]):
                 torch.library.opcheck(
@@ -394,7 +395,7 @@ class TestContract:
         assert ot.frequency_filter(x, 1.0, 0.5).is_contiguous()
 
     def test_direct_op_calls_are_checked_before_memory_is_touched(self):
-        x, gain = torch.randn(2, 5, 8), torch.ones(8)
+        x, gain, norms = torch.randn(2, 5, 8), torch.ones(8), (torch.ones(2), torch.ones(2))
         ops = torch.ops.overtone
         for call in (
             lambda: ops.frequency_norms(torch.randn(5), None),
@@ -404,7 +405,10 @@ class TestContract:
             lambda: ops.frequency_filter(x, gain[:7], gain, None, False),
             lambda: ops.frequency_filter(x, gain.double(), gain, None, False),
             lambda: ops.frequency_filter_backward(x, x[:1], gain, gain, None, False, True),
-            lambda: ops.frequency_norms_backward(torch.ones(1), torch.ones(2), x, torch.ones(2), torch.ones(2), None),
+            lambda: ops.frequency_norms_backward(torch.ones(1), norms[1], x, *norms, None, None),
+            lambda: ops.frequency_norms_backward(*norms, x, *norms, None, x[:1]),
+            lambda: ops.frequency_norms_backward(*norms, x, *norms, None, x.double()),
+            lambda: ops.frequency_norms_backward(*norms, x, *norms, None, x.mT.contiguous().mT),
         ):
             with pytest.raises(RuntimeError):
                 call()

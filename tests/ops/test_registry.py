@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from overtone.ops.registry import contracts_digest
+from overtone.ops.registry import schema_digest
 
 COMPILE_THREE_TIMES = """
 import torch
@@ -31,10 +31,10 @@ print(compile_anew())
 
 def test_the_digest_names_what_the_sources_say(tmp_path):
     (tmp_path / "op.py").write_text("strides = 1\n")
-    digest = contracts_digest(tmp_path)
-    assert digest == contracts_digest(tmp_path)
+    digest = schema_digest(tmp_path)
+    assert digest == schema_digest(tmp_path)
     (tmp_path / "op.py").write_text("strides = 2\n")
-    assert digest != contracts_digest(tmp_path)
+    assert digest != schema_digest(tmp_path)
 
 
 @pytest.mark.slow

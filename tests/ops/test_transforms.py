@@ -59,7 +59,7 @@ def hessian(name: str, args: tuple) -> torch.Tensor:
 class TestTheTable:
     def test_has_every_public_function(self):
         assert {name.split()[0] for name in CALLS} | calls.WITHOUT_DERIVATIVE == calls.public_functions() | {
-            "spectral_attention_packed"
+            "spectral_attention_qkvpacked"
         }
 
     def test_reaches_every_registered_op(self, cpu_kernels):
@@ -220,9 +220,7 @@ class TestVmap:
 class TestAutocast:
     """It chooses what attention's arguments are rounded to, and has no other say, as without a transform."""
 
-    @pytest.mark.parametrize(
-        "name", ["spectral_attention", "spectral_attention_packed", "compose_general", "eigh", "eig"]
-    )
+    @pytest.mark.parametrize("name", ["spectral_attention", "spectral_attention_qkvpacked", "inverse", "eigh", "eig"])
     def test_products_stay_wide(self, name):
         args = tuple(x.float() for x in CALLS[name].args())
         with torch.autocast("cpu", dtype=torch.bfloat16):

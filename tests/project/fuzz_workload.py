@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overtone as ot
 from overtone import _C
 from overtone.ops import attention, linear
-from overtone.ops.linalg import inverse as spectrum
+from overtone.ops.linalg.inverse import inverse_ex
 
 Call = tuple[Any, list[Any]]  # an op and its arguments
 
@@ -100,7 +100,12 @@ def _call_token_ops(dtype: torch.dtype) -> None:
         )
         (y.float().sum() + norms.high.sum()).backward()
     packed = _leaf(2, 7, 3, 3, 4, dtype=dtype)
-    attention.spectral_attention_packed(packed, eigenvalues, basis, residual=residual).float().sum().backward()
+    terms = {
+        "gain": _leaf(3, dtype=wide), "addend": _leaf(3, 1, 4, dtype=dtype), "bias": _leaf(10, dtype=wide),
+        "sample_scale": torch.rand(2, dtype=wide), "residual": residual.to(wide),
+    }  # fmt: skip
+    attention.spectral_attention_qkvpacked(packed, eigenvalues, basis, **terms).float().sum().backward()
+    ot.spectral_attention(query, key, value, eigenvalues, basis, is_causal=True, **terms).float().sum().backward()
 
 
 def _call_products(dtype: torch.dtype) -> None:
@@ -121,9 +126,7 @@ def _call_solvers(dtype: torch.dtype) -> None:
         ot.linalg.eigvals(a.detach().softmax(-1), row_stochastic=True)
         q, r = ot.linalg.qr(a)
         (q.sum() + r.sum()).backward()
-    square, eigenvalues = _leaf(2, 6, 6, dtype=dtype), _leaf(2, 6, dtype=dtype)
-    for compose in (spectrum.compose_symmetric, spectrum.compose_general):
-        compose(square, eigenvalues).sum().backward()
+    inverse_ex(_leaf(2, 6, 6, dtype=dtype)).inverse.sum().backward()
     ot.spectrum.SymmetricSpectrum(6, dtype=dtype)()
     ot.spectrum.GeneralSpectrum(6, dtype=dtype)()
 

@@ -15,12 +15,22 @@ FOLDERS = {
     "overtone.triton_kernels": "triton_kernels",
     "overtone.benchmarks": "benchmarks",
 }
-BASE = {"types", "_validate", "_files", "_extension", "_transforms", "_deprecated", "hardware", "libraries"}
+BASE = {
+    "types",
+    "_validate",
+    "_files",
+    "_extension",
+    "_precision",
+    "_transforms",
+    "_deprecated",
+    "hardware",
+    "libraries",
+}
 MAY = dict.fromkeys(BASE, BASE) | {
     "_C": set(),
     "_extension": BASE | {"_C"},
     "triton_kernels": set(),
-    "reference": {"types", "_transforms"},
+    "reference": {"types", "_transforms", "_precision"},
     "backends": BASE | {"triton_kernels"},
     "ops": BASE | {"reference", "backends"},
     "linalg": {"ops"},

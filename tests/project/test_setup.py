@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = "awk cat cmp cp df dirname env find grep head make mkdir rm sed sh sleep touch".split()
+TOOLS = "awk cat cmp cp df dirname env find grep head ln make mkdir rm sed sh sleep touch".split()
 FAKE_PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in

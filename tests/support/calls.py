@@ -17,7 +17,7 @@ from torch import Tensor
 import overtone as ot
 import overtone.ops
 from overtone.ops import attention, basis, linear
-from overtone.ops.linalg import inverse as spectrum
+from overtone.ops.linalg.inverse import inverse, inverse_ex
 
 
 class OpCall(NamedTuple):
@@ -70,7 +70,7 @@ def _attend_with_gain(query, key, value, eigenvalues, weights, bias, gain, **opt
 
 
 def _attend_packed(qkv, eigenvalues, weights, residual, **options):
-    y, norms = attention.spectral_attention_packed(
+    y, norms = attention.spectral_attention_qkvpacked(
         qkv, eigenvalues, weights, residual=residual, is_causal=True, return_norms=True, **options
     )
     return y, *norms
@@ -102,7 +102,7 @@ CALLS: dict[str, OpCall] = {
     "stable_rank": OpCall(_masked(ot.stable_rank), ((2, 4, 3),), takes_backend=False),
     "spectral_attention": OpCall(_attend, _ATTENTION),
     "spectral_attention with a gain": OpCall(_attend_with_gain, (*_ATTENTION[:5], (1, 3, 4), (1,))),
-    "spectral_attention_packed": OpCall(_attend_packed, ((2, 3, 3, 1, 2), *_ATTENTION[3:])),
+    "spectral_attention_qkvpacked": OpCall(_attend_packed, ((2, 3, 3, 1, 2), *_ATTENTION[3:])),
     "linear": OpCall(lambda *a, **o: (linear.linear(*a, **o),), ((2, 3, 4), (5, 4), (5,))),
     "mlp": OpCall(lambda *a, **o: (linear.mlp(*a, **o),), ((2, 3, 2), (4, 2), (4,), (3, 4), (3,))),
     "eigh": OpCall(lambda A, **o: (lambda w, v: (w, v.square()))(*ot.linalg.eigh(_symmetric(A), **o)), ((2, 3, 3),)),
@@ -120,12 +120,8 @@ CALLS: dict[str, OpCall] = {
     ),
     "qr": OpCall(lambda A, **o: tuple(ot.linalg.qr(A, **o)), ((2, 4, 3),)),
     "qr_ex": OpCall(lambda A, **o: tuple(ot.linalg.qr_ex(A, **o)[:2]), ((2, 2, 3),)),
-    "compose_symmetric": OpCall(
-        lambda *a, **o: (spectrum.compose_symmetric(*a, **o),), ((2, 3, 3), (2, 3)), _well_conditioned
-    ),
-    "compose_general": OpCall(
-        lambda *a, **o: (spectrum.compose_general(*a, **o),), ((2, 3, 3), (2, 3)), _well_conditioned
-    ),
+    "inverse": OpCall(lambda *a, **o: (inverse(*a, **o),), ((2, 3, 3),), _well_conditioned),
+    "inverse_ex": OpCall(lambda *a, **o: (inverse_ex(*a, **o).inverse,), ((2, 3, 3),), _well_conditioned),
     "orthonormal_basis": OpCall(
         lambda theta: (basis.orthonormal_basis(theta, _CACHE),), ((2, 3, 3),), _well_conditioned, takes_backend=False
     ),

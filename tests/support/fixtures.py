@@ -30,9 +30,9 @@ def poisoned_empty():
 @pytest.fixture(params=ISA_LEVELS)
 def isa_level(request) -> str:
     """Runs the test once per instruction set; `last_kernel()` of the extension then tells which one really ran."""
-    native = _extension.native
+    native = _extension.module
     if native is None:
-        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
+        pytest.skip(f"no CPU kernels: {_extension.load_error}")
     if request.param not in native.available_isas():
         pytest.skip(f"this machine has no {request.param}")
     before = native.isa()
@@ -44,9 +44,9 @@ def isa_level(request) -> str:
 @pytest.fixture
 def cpu_kernels():
     """The extension module; skips where it was not built."""
-    if _extension.native is None:
-        pytest.skip(f"no CPU kernels: {_extension.why_missing}")
-    return _extension.native
+    if _extension.module is None:
+        pytest.skip(f"no CPU kernels: {_extension.load_error}")
+    return _extension.module
 
 
 @pytest.fixture

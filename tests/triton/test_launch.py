@@ -255,7 +255,7 @@ def test_too_many_for_32_bits(attention, size, name):
 def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     from types import SimpleNamespace
 
-    from overtone.backends import _triton_obstacle
+    from overtone.backends import _triton_attention
     from overtone.triton_kernels import runtime
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
@@ -267,7 +267,7 @@ def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         runtime._device_architecture.cache_clear()
         query = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 1, 1, width))
-        obstacle = _triton_obstacle("spectral_attention", query)
+        obstacle = _triton_attention(query)
         assert obstacle is None if runs else "on gfx1100 supports head_dim ≤ 64 in torch.float32" in obstacle
     runtime._device_architecture.cache_clear()
 

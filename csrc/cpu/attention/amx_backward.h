@@ -1,5 +1,5 @@
 // Backward of bfloat16 attention on tiles. Logits are made transposed, a row per key: as they are rounded they are then
-// the left operand of ∂V = Pᵀ ∂heads and ∂K = ∂logitsᵀ Q, and in pairs of rows the right one of ∂Qᵀ = Kᵀ ∂logitsᵀ. What
+// the left operand of ∂V = Pᵀ ∂out and ∂K = ∂logitsᵀ Q, and in pairs of rows the right one of ∂Qᵀ = Kᵀ ∂logitsᵀ. What
 // belongs to a query (its maximum, its sum, its dot) lies along the vectors.
 #pragma once
 
@@ -8,99 +8,105 @@
 
 namespace overtone::OVERTONE_ISA {
 
-// Scratch and steps of one thread's (image, head) items: blocks of queries, each meeting the keys strip by strip.
-class TileBackwardWorker {
+// Scratch and steps of one thread's (batch, head) items: blocks of queries, each meeting the keys some rows at a time.
+class AmxBackwardWorker {
  public:
-  explicit TileBackwardWorker(const AttentionBackward& call)
+  explicit AmxBackwardWorker(const AttentionBackward& call)
       : call_(call),
         shape_(call.shape),
-        width_(padded_to(shape_.width, kTileDepth)),
+        width_(padded_to(shape_.head_dim, kTileDepth)),
         width_ld_(padded_stride<BFloat16>(width_)),
-        output_ld_(padded_to(shape_.width, kTileSize)),
-        keys_(padded_to(shape_.keys, kTileDepth)),
+        output_ld_(padded_to(shape_.head_dim, kTileSize)),
+        keys_(padded_to(shape_.kv_len, kTileDepth)),
         keys_ld_(padded_stride<BFloat16>(keys_)),
-        key_block_(tile_block(shape_.keys)),
-        query_block_(tile_block(shape_.queries)),
-        strip_ld_(padded_stride<BFloat16>(query_block_)),
+        key_block_(tile_block(shape_.kv_len)),
+        query_block_(tile_block(shape_.q_len)),
+        rows_ld_(padded_stride<BFloat16>(query_block_)),
         sums_ld_(padded_stride<float>(query_block_)),
         needs_logits_(call.grad_query.data != nullptr || call.grad_key.data != nullptr || call.grad_logits != nullptr),
-        numbers_(2 * Scratch<BFloat16>::padded(keys_ * width_ld_) + Scratch<BFloat16>::padded(output_ld_ * keys_ld_) +
-                 2 * Scratch<BFloat16>::padded(query_block_ * width_) +
-                 2 * Scratch<BFloat16>::padded(query_block_ * output_ld_) +
-                 2 * Scratch<BFloat16>::padded(kTileStrip * strip_ld_) +
-                 Scratch<BFloat16>::padded(query_block_ * key_block_)),
-        sums_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kTileStrip * sums_ld_) +
-              Scratch<float>::padded(output_ld_ * sums_ld_) + Scratch<float>::padded(query_block_ * output_ld_) +
-              4 * Scratch<float>::padded(query_block_)) {
-    numbers_.clear();
-    key_rows_ = numbers_.take(keys_ * width_ld_);
-    value_rows_ = numbers_.take(keys_ * width_ld_);
-    key_columns_ = numbers_.take(output_ld_ * keys_ld_);
-    query_columns_ = numbers_.take(query_block_ * width_);
-    grad_columns_ = numbers_.take(query_block_ * width_);
-    query_pairs_ = numbers_.take(query_block_ * output_ld_);
-    grad_pairs_ = numbers_.take(query_block_ * output_ld_);
-    weights_ = numbers_.take(kTileStrip * strip_ld_);
-    grad_logits_ = numbers_.take(kTileStrip * strip_ld_);
-    grad_logit_pairs_ = numbers_.take(query_block_ * key_block_);
-    grad_keys_ = sums_.take(keys_ * output_ld_);
-    grad_values_ = sums_.take(keys_ * output_ld_);
-    logits_ = sums_.take(kTileStrip * sums_ld_);
-    grad_weights_ = sums_.take(kTileStrip * sums_ld_);
-    grad_queries_across_ = sums_.take(output_ld_ * sums_ld_);
-    grad_queries_ = sums_.take(query_block_ * output_ld_);
-    maxima_ = sums_.take(query_block_);
-    inverses_ = sums_.take(query_block_);
-    dots_ = sums_.take(query_block_);
-    biases_ = sums_.take(query_block_);
+        bf16_scratch_(
+            2 * Scratch<BFloat16>::padded(keys_ * width_ld_) + Scratch<BFloat16>::padded(output_ld_ * keys_ld_) +
+            2 * Scratch<BFloat16>::padded(query_block_ * width_) +
+            2 * Scratch<BFloat16>::padded(query_block_ * output_ld_) +
+            2 * Scratch<BFloat16>::padded(kAmxRows * rows_ld_) + Scratch<BFloat16>::padded(query_block_ * key_block_)),
+        accum_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kAmxRows * sums_ld_) +
+               Scratch<float>::padded(output_ld_ * sums_ld_) + Scratch<float>::padded(query_block_ * output_ld_) +
+               4 * Scratch<float>::padded(query_block_) + Scratch<float>::padded(output_ld_)) {
+    bf16_scratch_.clear();
+    key_rows_ = bf16_scratch_.take(keys_ * width_ld_);
+    value_rows_ = bf16_scratch_.take(keys_ * width_ld_);
+    key_columns_ = bf16_scratch_.take(output_ld_ * keys_ld_);
+    query_columns_ = bf16_scratch_.take(query_block_ * width_);
+    grad_columns_ = bf16_scratch_.take(query_block_ * width_);
+    query_pairs_ = bf16_scratch_.take(query_block_ * output_ld_);
+    grad_pairs_ = bf16_scratch_.take(query_block_ * output_ld_);
+    weights_ = bf16_scratch_.take(kAmxRows * rows_ld_);
+    grad_logits_ = bf16_scratch_.take(kAmxRows * rows_ld_);
+    grad_logit_pairs_ = bf16_scratch_.take(query_block_ * key_block_);
+    grad_keys_ = accum_.take(keys_ * output_ld_);
+    grad_values_ = accum_.take(keys_ * output_ld_);
+    logits_ = accum_.take(kAmxRows * sums_ld_);
+    grad_weights_ = accum_.take(kAmxRows * sums_ld_);
+    grad_queries_t_ = accum_.take(output_ld_ * sums_ld_);
+    grad_queries_ = accum_.take(query_block_ * output_ld_);
+    maxima_ = accum_.take(query_block_);
+    inverses_ = accum_.take(query_block_);
+    dots_ = accum_.take(query_block_);
+    biases_ = accum_.take(query_block_);
+    without_addend_ = accum_.take(output_ld_);
   }
 
   void run(int64_t item) {
-    image_ = item / shape_.heads;
-    head_ = item % shape_.heads;
-    const MatrixRows keys = head_rows(call_.key, call_.type, image_, head_, 0);
-    pack_tile_rows(keys, shape_.keys, shape_.width, key_rows_, width_ld_);
-    pack_tile_columns(keys, shape_.keys, shape_.width, key_columns_, keys_ld_);
-    pack_tile_rows(head_rows(call_.value, call_.type, image_, head_, 0), shape_.keys, shape_.width, value_rows_,
+    batch_ = item / shape_.num_heads;
+    head_ = item % shape_.num_heads;
+    const StridedMatrix keys = head_rows(call_.key, call_.type, batch_, head_, 0);
+    pack_tile_rows(keys, shape_.kv_len, shape_.head_dim, key_rows_, width_ld_);
+    pack_tile_columns(keys, shape_.kv_len, shape_.head_dim, key_columns_, keys_ld_);
+    pack_tile_rows(head_rows(call_.value, call_.type, batch_, head_, 0), shape_.kv_len, shape_.head_dim, value_rows_,
                    width_ld_);
-    if (shape_.queries == 0) {
+    if (shape_.q_len == 0) {
       std::fill(grad_keys_, grad_keys_ + keys_ * output_ld_, 0.0F);
       std::fill(grad_values_, grad_values_ + keys_ * output_ld_, 0.0F);
     }
-    for (int64_t query = 0; query < shape_.queries; query += query_block_) {
-      queries_backward(query, std::min(query_block_, shape_.queries - query));
+    gain_ = head_gain<float>(call_, head_);
+    grad_gain_ = 0;
+    for (int64_t query = 0; query < shape_.q_len; query += query_block_) {
+      queries_backward(query, std::min(query_block_, shape_.q_len - query));
     }
-    store_gradient(call_.grad_key, grad_keys_, 0, shape_.keys, call_.scale);
-    store_gradient(call_.grad_value, grad_values_, 0, shape_.keys, 1);
+    store_gradient(call_.grad_key, grad_keys_, 0, shape_.kv_len, call_.scale);
+    store_gradient(call_.grad_value, grad_values_, 0, shape_.kv_len, gain_);
+    if (call_.grad_gain != nullptr) {
+      call_.grad_gain[item] = grad_gain_;
+    }
   }
 
  private:
   void store_gradient(const StridedHeads& out, const float* sums, int64_t token, int64_t count, double scale) const {
     if (out.data != nullptr) {
-      unpack_rows(sums, output_ld_, count, shape_.width, static_cast<float>(scale),
-                  head_rows(out, call_.type, image_, head_, token));
+      unpack_rows(sums, output_ld_, count, shape_.head_dim, static_cast<float>(scale),
+                  head_rows(out, call_.type, batch_, head_, token));
     }
   }
 
   void queries_backward(int64_t query, int64_t count) {
     pack_queries(query, count);
     const int64_t query_tiles = tiles_of(count, kTileSize);
-    if (shape_.keys == 0) {
-      std::fill(grad_queries_across_, grad_queries_across_ + output_ld_ * sums_ld_, 0.0F);
+    if (shape_.kv_len == 0) {
+      std::fill(grad_queries_t_, grad_queries_t_ + output_ld_ * sums_ld_, 0.0F);
     }
-    for (int64_t block = 0; block < shape_.keys; block += key_block_) {
-      const int64_t block_end = std::min(shape_.keys, block + key_block_);
-      for (int64_t key = block; key < block_end; key += kTileStrip) {
-        strip_backward(query, count, key, std::min(kTileStrip, block_end - key), key - block);
+    for (int64_t block = 0; block < shape_.kv_len; block += key_block_) {
+      const int64_t block_end = std::min(shape_.kv_len, block + key_block_);
+      for (int64_t key = block; key < block_end; key += kAmxRows) {
+        rows_backward(query, count, key, std::min(kAmxRows, block_end - key), key - block);
       }
       if (call_.grad_query.data != nullptr) {
-        const TileColumns pairs{grad_logit_pairs_, kTileSize * key_block_};
+        const AmxPanels pairs{grad_logit_pairs_, kTileSize * key_block_};
         multiply_tiles(output_ld_ / kTileSize, query_tiles, tiles_of(block_end - block, kTileDepth),
-                       key_columns_ + block, keys_ld_, pairs, grad_queries_across_, sums_ld_, block > 0);
+                       key_columns_ + block, keys_ld_, pairs, grad_queries_t_, sums_ld_, block > 0);
       }
     }
     if (call_.grad_query.data != nullptr) {
-      pack_columns(buffer_rows<float>(grad_queries_across_, 0, sums_ld_), shape_.width, count, 1.0F, grad_queries_,
+      pack_columns(buffer_rows<float>(grad_queries_t_, 0, sums_ld_), shape_.head_dim, count, 1.0F, grad_queries_,
                    output_ld_);
       store_gradient(call_.grad_query, grad_queries_, query, count, call_.scale);
     }
@@ -108,37 +114,43 @@ class TileBackwardWorker {
 
   // The operands of a block of queries, and what their softmax was.
   void pack_queries(int64_t query, int64_t count) {
-    const int64_t features = shape_.features();
-    const int64_t offset = (image_ * shape_.queries + query) * features + head_ * shape_.width;
-    const MatrixRows queries = head_rows(call_.query, call_.type, image_, head_, query);
-    BFloat16* first_grad = static_cast<BFloat16*>(const_cast<void*>(call_.grad_heads)) + offset;
-    const MatrixRows grads{ElementType::bfloat16, first_grad, features, 1};
-    pack_column_pairs(queries, count, shape_.width, query_columns_);
-    pack_column_pairs(grads, count, shape_.width, grad_columns_);
-    pack_row_pairs(queries, count, shape_.width, {}, query_pairs_, query_block_ / kTileDepth);
-    pack_row_pairs(grads, count, shape_.width, {}, grad_pairs_, query_block_ / kTileDepth);
-    const float* heads = static_cast<const float*>(call_.heads) + offset;
-    const float* softmax =
-        static_cast<const float*>(call_.softmax_rows) + 2 * ((image_ * shape_.heads + head_) * shape_.queries + query);
+    const int64_t features = shape_.inner_dim();
+    const int64_t offset = (batch_ * shape_.q_len + query) * features + head_ * shape_.head_dim;
+    const StridedMatrix queries = head_rows(call_.query, call_.type, batch_, head_, query);
+    BFloat16* first_grad = static_cast<BFloat16*>(const_cast<void*>(call_.grad_out)) + offset;
+    const StridedMatrix grads{ElementType::bfloat16, first_grad, features, 1};
+    pack_column_pairs(queries, count, shape_.head_dim, query_columns_);
+    pack_column_pairs(grads, count, shape_.head_dim, grad_columns_);
+    pack_row_pairs(queries, count, shape_.head_dim, query_pairs_, query_block_ / kTileDepth);
+    pack_row_pairs(grads, count, shape_.head_dim, grad_pairs_, query_block_ / kTileDepth);
+    const float* heads = static_cast<const float*>(call_.attn_out) + offset;
+    const float* softmax = static_cast<const float*>(call_.softmax_stats) +
+                           2 * ((batch_ * shape_.num_heads + head_) * shape_.q_len + query);
     for (int64_t i = 0; i < query_block_; ++i) {  // queries that only fill tiles up get weights of zero
       maxima_[i] = i < count ? softmax[2 * i] : 0.0F;
       inverses_[i] = i < count ? softmax[2 * i + 1] : 0.0F;
-      dots_[i] = i < count ? row_dot(first_grad + i * features, heads + i * features) : 0.0F;
-      biases_[i] = i < count ? MaskRow<float>(call_.mask, image_, head_, query + i, shape_.keys).largest : 0.0F;
+      dots_[i] = i < count ? row_dot(query + i, first_grad + i * features, heads + i * features) : 0.0F;
+      biases_[i] = i < count ? MaskRow<float>(call_.mask, batch_, head_, query + i, shape_.kv_len).largest : 0.0F;
     }
   }
 
-  float row_dot(const BFloat16* grad, const float* head) const {
+  // gain · δ of a query: ∂out · (out − addend).
+  float row_dot(int64_t query, const BFloat16* grad, const float* out) const {
+    if (call_.addend.data != nullptr) {
+      std::copy_n(out, shape_.head_dim, without_addend_);
+      add_rows(addend_rows(call_, batch_, head_, query), 1, shape_.head_dim, -1.0F, without_addend_, output_ld_);
+      out = without_addend_;
+    }
     Vector<float> dot{};
-    for (int64_t j = 0; j < shape_.width; j += kLanes<float>) {
-      const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.width - j));
-      dot += load(grad + j, 1, count) * load(head + j, 1, count);
+    for (int64_t j = 0; j < shape_.head_dim; j += kLanes<float>) {
+      const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.head_dim - j));
+      dot += load(grad + j, 1, count) * load(out + j, 1, count);
     }
     return sum_of_lanes<float>(dot);
   }
 
-  // A strip of keys, the `in_block`-th of its block, against the block of queries.
-  void strip_backward(int64_t query, int64_t queries, int64_t key, int64_t rows, int64_t in_block) {
+  // Rows of keys, from the `in_block`-th of their block on, against the block of queries.
+  void rows_backward(int64_t query, int64_t queries, int64_t key, int64_t rows, int64_t in_block) {
     const int64_t row_tiles = tiles_of(rows, kTileSize);
     const int64_t query_tiles = tiles_of(queries, kTileSize);
     const int64_t query_depth = tiles_of(queries, kTileDepth);
@@ -154,8 +166,8 @@ class TileBackwardWorker {
       }
       store_logit_pairs(row, queries, in_block);
     }
-    // A strip's last row tile may be missing, but not from ∂Q's sum over keys.
-    for (int64_t row = row_tiles * kTileSize; row < kTileStrip; row += 2) {
+    // The last row tile may be missing, but not from ∂Q's sum over keys.
+    for (int64_t row = row_tiles * kTileSize; row < kAmxRows; row += 2) {
       clear_row(row, queries);
       clear_row(row + 1, queries);
       store_logit_pairs(row, queries, in_block);
@@ -163,19 +175,19 @@ class TileBackwardWorker {
     const bool is_sum = query > 0;
     const int64_t width_tiles = output_ld_ / kTileSize;
     if (call_.grad_value.data != nullptr) {
-      multiply_tiles(row_tiles, width_tiles, query_depth, weights_, strip_ld_, {grad_pairs_, kTileSize * query_block_},
+      multiply_tiles(row_tiles, width_tiles, query_depth, weights_, rows_ld_, {grad_pairs_, kTileSize * query_block_},
                      grad_values_ + key * output_ld_, output_ld_, is_sum);
     }
     if (call_.grad_key.data != nullptr) {
-      multiply_tiles(row_tiles, width_tiles, query_depth, grad_logits_, strip_ld_,
+      multiply_tiles(row_tiles, width_tiles, query_depth, grad_logits_, rows_ld_,
                      {query_pairs_, kTileSize * query_block_}, grad_keys_ + key * output_ld_, output_ld_, is_sum);
     }
   }
 
   void clear_row(int64_t row, int64_t queries) {
     const int64_t whole = padded_to(queries, kTileDepth);
-    std::memset(static_cast<void*>(weights_ + row * strip_ld_), 0, whole * sizeof(BFloat16));
-    std::memset(static_cast<void*>(grad_logits_ + row * strip_ld_), 0, whole * sizeof(BFloat16));
+    std::memset(static_cast<void*>(weights_ + row * rows_ld_), 0, whole * sizeof(BFloat16));
+    std::memset(static_cast<void*>(grad_logits_ + row * rows_ld_), 0, whole * sizeof(BFloat16));
   }
 
   // P and ∂logits of one key, rounded; zeros where there is none.
@@ -193,6 +205,8 @@ class TileBackwardWorker {
     const float* grad_weights = grad_weights_ + row * sums_ld_;
     const int64_t whole = padded_to(queries, kTileDepth);
     const int64_t computed = padded_to(queries, kTileSize);
+    const float gain = gain_;
+    Vector<float> sums{};  // of P ⊙ ∂P
     for (int64_t j = 0; j < whole; j += kLanes<float>) {
       Vector<float> weight{};
       Vector<float> grad{};
@@ -200,14 +214,19 @@ class TileBackwardWorker {
         const Vector<float> lowered = load_full(logits + j) * factor - load_full(maxima_ + j);
         weight = exp2_nonpositive<float, CoarseSeries>(lowered) * load_full(inverses_ + j);
         if (needs_logits_) {
-          grad = weight * (load_full(grad_weights + j) - load_full(dots_ + j));
+          const Vector<float> grad_weight = load_full(grad_weights + j);
+          sums += weight * grad_weight;
+          grad = weight * (gain * grad_weight - load_full(dots_ + j));
         }
       }
-      store_full(weight, weights_ + row * strip_ld_ + j);
-      store_full(grad, grad_logits_ + row * strip_ld_ + j);
+      store_full(weight, weights_ + row * rows_ld_ + j);
+      store_full(grad, grad_logits_ + row * rows_ld_ + j);
       if (call_.grad_logits != nullptr) {
         store_bias_gradient(query + j, std::min<int64_t>(kLanes<float>, queries - j), key, grad);
       }
+    }
+    if (call_.grad_gain != nullptr) {
+      grad_gain_ += sum_of_lanes<float>(sums);
     }
   }
 
@@ -215,7 +234,7 @@ class TileBackwardWorker {
   void mask_key(int64_t query, int64_t queries, int64_t key, float factor, float* logits) const {
     const AttentionMask& mask = call_.mask;
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t offset = image_ * mask.batch_stride + head_ * mask.head_stride + (query + i) * mask.query_stride +
+      const int64_t offset = batch_ * mask.batch_stride + head_ * mask.head_stride + (query + i) * mask.query_stride +
                              key * mask.key_stride;
       logits[i] *= factor;
       if (mask.bias != nullptr) {
@@ -231,19 +250,19 @@ class TileBackwardWorker {
     float values[kLanes<float>];
     store_full(grad, values);
     float* out = static_cast<float*>(call_.grad_logits) +
-                 ((image_ * shape_.heads + head_) * shape_.queries + query) * shape_.keys + key;
+                 ((batch_ * shape_.num_heads + head_) * shape_.q_len + query) * shape_.kv_len + key;
     for (int64_t i = 0; i < count; ++i) {
-      out[i * shape_.keys] = values[i];
+      out[i * shape_.kv_len] = values[i];
     }
   }
 
   // Rows `row` and `row` + 1 of ∂logitsᵀ as a pair of the operand of ∂Qᵀ.
   void store_logit_pairs(int64_t row, int64_t queries, int64_t in_block) {
-    const BFloat16* first = grad_logits_ + row * strip_ld_;
+    const BFloat16* first = grad_logits_ + row * rows_ld_;
     const int64_t tile = (in_block + row) / kTileDepth * kTileElements + (in_block + row) % kTileDepth * kTileSize;
     for (int64_t j = 0; j < padded_to(queries, kTileSize); j += kLanes<float>) {
       BFloat16* out = grad_logit_pairs_ + j / kTileSize * kTileSize * key_block_ + tile + j % kTileSize * 2;
-      store_pair(load_full(first + j), load_full(first + strip_ld_ + j), out);
+      store_pair(load_full(first + j), load_full(first + rows_ld_ + j), out);
     }
   }
 
@@ -256,94 +275,102 @@ class TileBackwardWorker {
   int64_t keys_ld_;      // elements between rows of key_columns_
   int64_t key_block_;    // keys at a time
   int64_t query_block_;  // queries at a time
-  int64_t strip_ld_;     // elements between rows of weights_
+  int64_t rows_ld_;      // elements between rows of weights_
   int64_t sums_ld_;      // and of logits_
   bool needs_logits_;    // more than ∂V is wanted
-  int64_t image_ = 0;
+  int64_t batch_ = 0;
   int64_t head_ = 0;
-  Scratch<BFloat16> numbers_;
-  Scratch<float> sums_;
-  TileSession tiles_;
+  float gain_ = 1;
+  double grad_gain_ = 0;
+  Scratch<BFloat16> bf16_scratch_;
+  Scratch<float> accum_;
+  AmxSession tiles_;
   BFloat16* key_rows_;          // [keys][width_ld]
   BFloat16* value_rows_;        // [keys][width_ld]
   BFloat16* key_columns_;       // Kᵀ: [output_ld][keys_ld]
   BFloat16* query_columns_;     // Qᵀ, in column tiles
-  BFloat16* grad_columns_;      // ∂headsᵀ, in column tiles
+  BFloat16* grad_columns_;      // ∂outᵀ, in column tiles
   BFloat16* query_pairs_;       // Q, in column tiles
-  BFloat16* grad_pairs_;        // ∂heads, in column tiles
-  BFloat16* weights_;           // [strip][strip_ld]: Pᵀ
-  BFloat16* grad_logits_;       // [strip][strip_ld]: ∂logitsᵀ
+  BFloat16* grad_pairs_;        // ∂out, in column tiles
+  BFloat16* weights_;           // [rows][rows_ld]: Pᵀ
+  BFloat16* grad_logits_;       // [rows][rows_ld]: ∂logitsᵀ
   BFloat16* grad_logit_pairs_;  // ∂logitsᵀ of a block of keys, in column tiles
   float* grad_keys_;            // [keys][output_ld]
   float* grad_values_;          // [keys][output_ld]
-  float* logits_;               // [strip][sums_ld]
-  float* grad_weights_;         // [strip][sums_ld]: ∂Pᵀ
-  float* grad_queries_across_;  // ∂Qᵀ: [output_ld][sums_ld]
+  float* logits_;               // [rows][sums_ld]
+  float* grad_weights_;         // [rows][sums_ld]: ∂Pᵀ
+  float* grad_queries_t_;       // ∂Qᵀ: [output_ld][sums_ld]
   float* grad_queries_;         // [queries][output_ld]
   float* maxima_;               // [queries]
   float* inverses_;             // [queries]
-  float* dots_;                 // [queries]: rows of ∂heads · rows of heads
+  float* dots_;                 // [queries]: gain · δ
   float* biases_;               // [queries]: what rows of the bias are lowered by
+  float* without_addend_;       // [output_ld]: a row of out
 };
 
-// ∂heads = G · weight, rounded to bfloat16, for a block of tokens.
-inline void heads_backward_tiles(const HeadsBackward& call, WorkQueue& queue) {
-  const int64_t features = call.shape.features();
-  const int64_t channels = call.shape.channels;
-  const int64_t tokens = call.shape.batch * call.shape.queries;
+// ∂out = G · weightᵀ, rounded to bfloat16, for a block of tokens.
+inline void out_backward_amx(const OutBackward& call, WorkQueue& queue) {
+  const int64_t features = call.shape.inner_dim();
+  const int64_t channels = call.shape.out_dim;
+  const int64_t tokens = call.shape.batch * call.shape.q_len;
   const int64_t depth_tiles = tiles_of(channels, kTileDepth);
   const int64_t ld = padded_stride<BFloat16>(depth_tiles * kTileDepth);
-  const TileColumns weight{static_cast<const BFloat16*>(call.weight), depth_tiles * kTileElements};
+  const AmxPanels weight{static_cast<const BFloat16*>(call.weight), depth_tiles * kTileElements};
   Scratch<BFloat16> numbers(kTokenBlock * ld);
   numbers.clear();
   BFloat16* grads = numbers.take(kTokenBlock * ld);
-  Scratch<float> memory(kTileStrip * kTileStrip);
-  float* sums = memory.take(kTileStrip * kTileStrip);
-  const TileSession session;
+  Scratch<float> memory(kAmxRows * kAmxRows);
+  float* sums = memory.take(kAmxRows * kAmxRows);
+  const AmxSession session;
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     pack_tile_rows(buffer_rows<float>(call.grad_y, token * channels, channels), rows, channels, grads, ld);
-    for (int64_t feature = 0; feature < features; feature += kTileStrip) {
-      const int64_t columns = std::min(kTileStrip, features - feature);
-      for (int64_t row = 0; row < rows; row += kTileStrip) {
-        const int64_t count = std::min(kTileStrip, rows - row);
+    for (int64_t feature = 0; feature < features; feature += kAmxRows) {
+      const int64_t columns = std::min(kAmxRows, features - feature);
+      for (int64_t row = 0; row < rows; row += kAmxRows) {
+        const int64_t count = std::min(kAmxRows, rows - row);
         multiply_tiles(tiles_of(count, kTileSize), tiles_of(columns, kTileSize), depth_tiles, grads + row * ld, ld,
-                       weight.from(feature / kTileSize), sums, kTileStrip, false);
-        BFloat16* out = static_cast<BFloat16*>(call.grad_heads) + (token + row) * features + feature;
-        unpack_rows(sums, kTileStrip, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
+                       weight.from(feature / kTileSize), sums, kAmxRows, false);
+        BFloat16* out = static_cast<BFloat16*>(call.grad_out) + (token + row) * features + feature;
+        unpack_rows(sums, kAmxRows, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
+        if (call.grad_addend != nullptr) {
+          unpack_rows(sums, kAmxRows, count, columns, 1.0F,
+                      buffer_rows<float>(call.grad_addend, (token + row) * features + feature, features));
+        }
       }
     }
   }
 }
 
-// M = headsᵀ G for a block of features, and from it ∂U and ∂λ. G comes packed: [channel tiles][token tiles].
-inline void basis_backward_tiles(const BasisBackward& call, WorkQueue& queue) {
+// ∂weight = outᵀ G, for a block of the weight's rows. G comes packed: [channel tiles][token tiles].
+inline void weight_backward_amx(const WeightBackward& call, WorkQueue& queue) {
   constexpr int64_t kTokens = 2048;  // at a time
   const AttentionShape& shape = call.shape;
-  const int64_t features = shape.features();
-  const int64_t tokens = shape.batch * shape.queries;
+  const int64_t features = shape.inner_dim();
+  const int64_t tokens = shape.batch * shape.q_len;
   const int64_t token_tiles = tiles_of(tokens, kTileDepth);
-  const int64_t channels = padded_to(shape.channels, kTileSize);
+  const int64_t channels = padded_to(shape.out_dim, kTileSize);
   const int64_t ld = padded_stride<BFloat16>(std::min(kTokens, token_tiles * kTileDepth));
-  Scratch<BFloat16> numbers(kTileFeatureBlock * ld);
-  BFloat16* heads = numbers.take(kTileFeatureBlock * ld);
-  Scratch<float> memory(kTileFeatureBlock * channels);
-  float* sums = memory.take(kTileFeatureBlock * channels);
-  const TileSession session;
+  Scratch<BFloat16> numbers(kAmxFeatureBlock * ld);
+  BFloat16* heads = numbers.take(kAmxFeatureBlock * ld);
+  Scratch<float> memory(kAmxFeatureBlock * channels);
+  float* sums = memory.take(kAmxFeatureBlock * channels);
+  const AmxSession session;
   for (int64_t item; (item = queue.pop()) >= 0;) {
-    const int64_t first = item * kTileFeatureBlock;
-    const int64_t rows = std::min(kTileFeatureBlock, features - first);
-    std::fill(sums, sums + kTileFeatureBlock * channels, 0.0F);
+    const int64_t first = item * kAmxFeatureBlock;
+    const int64_t rows = std::min(kAmxFeatureBlock, features - first);
+    std::fill(sums, sums + kAmxFeatureBlock * channels, 0.0F);
     for (int64_t token = 0; token < tokens; token += kTokens) {
       const int64_t depth = std::min(kTokens, tokens - token);
-      pack_tile_columns(buffer_rows<float>(call.heads, token * features + first, features), depth, rows, heads, ld);
-      const TileColumns grads{static_cast<const BFloat16*>(call.packed_grad) + token / kTileDepth * kTileElements,
-                              token_tiles * kTileElements};
+      pack_tile_columns(buffer_rows<float>(call.attn_out, token * features + first, features), depth, rows, heads, ld);
+      const AmxPanels grads{static_cast<const BFloat16*>(call.packed_grad) + token / kTileDepth * kTileElements,
+                            token_tiles * kTileElements};
       multiply_tiles(tiles_of(rows, kTileSize), channels / kTileSize, tiles_of(depth, kTileDepth), heads, ld, grads,
                      sums, channels, token > 0);
     }
-    store_basis_gradient<BFloat16>(call, first, rows, sums, channels);
+    unpack_rows(sums, channels, rows, shape.out_dim, 1.0F,
+                buffer_rows<float>(call.grad_weight, first * shape.out_dim, shape.out_dim));
   }
 }
 

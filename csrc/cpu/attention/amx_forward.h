@@ -7,7 +7,7 @@
 
 namespace overtone::OVERTONE_ISA {
 
-constexpr int64_t kTileStrip = 2 * kTileSize;  // queries, or keys, at a time: the rows of two tiles
+constexpr int64_t kAmxRows = 2 * kTileSize;  // queries, or keys, at a time: the rows of two tiles
 
 // Tokens at a time, in blocks of nearly equal size, of whole tiles: one block at ViT sizes.
 inline int64_t tile_block(int64_t tokens) {
@@ -16,16 +16,16 @@ inline int64_t tile_block(int64_t tokens) {
   return std::max(kTileDepth, padded_to(tiles_of(tokens, blocks), kTileDepth));
 }
 
-// Turns a block of logits (whole vectors), times `factor` > 0, into unnormalised weights.
-OVERTONE_INLINE void absorb_rounded(SoftmaxRow<float>& row, const float* logits, int vectors, float factor,
-                                    BFloat16* weights) {
+// Turns a block of logits (whole vectors), times `factor` > 0, into unnormalized weights.
+OVERTONE_INLINE void online_softmax_update_bf16(SoftmaxRow<float>& row, const float* logits, int vectors, float factor,
+                                                BFloat16* weights) {
   constexpr int kSize = kLanes<float>;
   Vector<float> best[2] = {load_full(logits), load_full(logits + (vectors - 1) * kSize)};
   for (int v = 1; v + 1 < vectors; v += 2) {
     best[0] = larger<float>(best[0], load_full(logits + v * kSize));
     best[1] = larger<float>(best[1], load_full(logits + (v + 1) * kSize));
   }
-  const float lowered = row.raise(largest_lane<float>(larger<float>(best[0], best[1])) * factor);
+  const float lowered = row.update_max(largest_lane<float>(larger<float>(best[0], best[1])) * factor);
   Vector<float> totals[2] = {};
   for (int v = 0; v < vectors; v += 2) {  // blocks are whole tiles: an even number of vectors
     OVERTONE_UNROLL
@@ -40,168 +40,158 @@ OVERTONE_INLINE void absorb_rounded(SoftmaxRow<float>& row, const float* logits,
 }
 
 // Scratch and steps of one thread's forward items.
-class TileForwardWorker {
+class AmxForwardWorker {
  public:
-  explicit TileForwardWorker(const AttentionForward& call)
+  explicit AmxForwardWorker(const AttentionForward& call)
       : call_(call),
         shape_(call.shape),
-        width_(padded_to(shape_.width, kTileDepth)),
+        width_(padded_to(shape_.head_dim, kTileDepth)),
         width_ld_(padded_stride<BFloat16>(width_)),
-        output_ld_(padded_to(shape_.width, kTileSize)),
-        keys_depth_(padded_to(shape_.keys, kTileDepth)),
-        block_(tile_block(shape_.keys)),
+        output_ld_(padded_to(shape_.head_dim, kTileSize)),
+        keys_depth_(padded_to(shape_.kv_len, kTileDepth)),
+        block_(tile_block(shape_.kv_len)),
         weights_ld_(padded_stride<BFloat16>(block_)),
         logits_ld_(padded_stride<float>(block_)),
-        features_ld_(padded_stride<BFloat16>(padded_to(shape_.features(), kTileDepth))),
-        wide_(call),
-        numbers_(Scratch<BFloat16>::padded(keys_depth_ * width_) + Scratch<BFloat16>::padded(keys_depth_ * output_ld_) +
-                 Scratch<BFloat16>::padded(kTileStrip * width_ld_) +
-                 Scratch<BFloat16>::padded(kTileStrip * weights_ld_) +
-                 Scratch<BFloat16>::padded(padded_to(call.query_block, kTileStrip) * features_ld_)),
-        sums_memory_(kTileStrip * (logits_ld_ + 2 * output_ld_ + kTileStrip)) {
-    numbers_.clear();  // what fills tiles up is never written again
-    keys_ = numbers_.take(keys_depth_ * width_);
-    values_ = numbers_.take(keys_depth_ * output_ld_);
-    queries_ = numbers_.take(kTileStrip * width_ld_);
-    weights_ = numbers_.take(kTileStrip * weights_ld_);
-    heads_ = numbers_.take(padded_to(call.query_block, kTileStrip) * features_ld_);
-    logits_ = sums_memory_.take(kTileStrip * logits_ld_);
-    outputs_ = sums_memory_.take(kTileStrip * output_ld_);
-    parts_ = sums_memory_.take(kTileStrip * output_ld_);
-    sums_ = sums_memory_.take(kTileStrip * kTileStrip);
+        features_ld_(padded_stride<BFloat16>(padded_to(shape_.inner_dim(), kTileDepth))),
+        unrounded_(call),
+        bf16_scratch_(
+            Scratch<BFloat16>::padded(keys_depth_ * width_) + Scratch<BFloat16>::padded(keys_depth_ * output_ld_) +
+            Scratch<BFloat16>::padded(kAmxRows * width_ld_) + Scratch<BFloat16>::padded(kAmxRows * weights_ld_) +
+            Scratch<BFloat16>::padded(padded_to(call.query_block, kAmxRows) * features_ld_)),
+        sums_memory_(kAmxRows * (logits_ld_ + 2 * output_ld_ + kAmxRows)) {
+    bf16_scratch_.clear();  // what fills tiles up is never written again
+    keys_ = bf16_scratch_.take(keys_depth_ * width_);
+    values_ = bf16_scratch_.take(keys_depth_ * output_ld_);
+    queries_ = bf16_scratch_.take(kAmxRows * width_ld_);
+    weights_ = bf16_scratch_.take(kAmxRows * weights_ld_);
+    heads_ = bf16_scratch_.take(padded_to(call.query_block, kAmxRows) * features_ld_);
+    logits_ = sums_memory_.take(kAmxRows * logits_ld_);
+    outputs_ = sums_memory_.take(kAmxRows * output_ld_);
+    partial_ = sums_memory_.take(kAmxRows * output_ld_);
+    sums_ = sums_memory_.take(kAmxRows * kAmxRows);
   }
 
   void run(int64_t item) {
-    const int64_t image = item / call_.blocks();
+    const int64_t batch = item / call_.blocks();
     const int64_t first = item % call_.blocks() * call_.query_block;
-    const int64_t rows = std::min(call_.query_block, shape_.queries - first);
-    for (int64_t head = 0; head < shape_.heads; ++head) {
-      attend(image, head, first, rows);
+    const int64_t rows = std::min(call_.query_block, shape_.q_len - first);
+    for (int64_t head = 0; head < shape_.num_heads; ++head) {
+      attend(batch, head, first, rows);
     }
-    project(image, first, rows);
-    wide_.finish_block(image);
+    project(batch, first, rows);
+    unrounded_.finish_block(batch);
   }
 
  private:
-  void attend(int64_t image, int64_t head, int64_t first_query, int64_t rows) {
-    pack_column_pairs(head_rows(call_.key, call_.type, image, head, 0), shape_.keys, shape_.width, keys_);
-    pack_row_pairs(head_rows(call_.value, call_.type, image, head, 0), shape_.keys, shape_.width, {}, values_,
+  void attend(int64_t batch, int64_t head, int64_t first_query, int64_t rows) {
+    pack_column_pairs(head_rows(call_.key, call_.type, batch, head, 0), shape_.kv_len, shape_.head_dim, keys_);
+    pack_row_pairs(head_rows(call_.value, call_.type, batch, head, 0), shape_.kv_len, shape_.head_dim, values_,
                    keys_depth_ / kTileDepth);
-    for (int64_t row = 0; row < rows; row += kTileStrip) {
+    for (int64_t row = 0; row < rows; row += kAmxRows) {
       const int64_t first = first_query + row;
-      const int64_t count = std::min(kTileStrip, rows - row);
-      pack_tile_rows(head_rows(call_.query, call_.type, image, head, first), count, shape_.width, queries_, width_ld_);
-      SoftmaxRow<float> softmax[kTileStrip];
-      attend_strip(image, head, first, count, softmax);
-      save_softmax(call_, image, head, first, count, softmax);
-      store_heads(image, head, first, count, softmax, heads_ + row * features_ld_ + head * shape_.width);
+      const int64_t count = std::min(kAmxRows, rows - row);
+      pack_tile_rows(head_rows(call_.query, call_.type, batch, head, first), count, shape_.head_dim, queries_,
+                     width_ld_);
+      SoftmaxRow<float> softmax[kAmxRows];
+      attend_rows(batch, head, first, count, softmax);
+      save_softmax(call_, batch, head, first, count, softmax);
+      store_heads(batch, head, first, count, softmax, heads_ + row * features_ld_ + head * shape_.head_dim);
     }
   }
 
-  // One strip of queries against all keys it sees: unnormalised heads in outputs_.
-  void attend_strip(int64_t image, int64_t head, int64_t first, int64_t rows, SoftmaxRow<float>* softmax) {
-    const int64_t last_key = call_.mask.causal ? std::min(shape_.keys, first + rows) : shape_.keys;
+  // Rows of queries against all keys they see: unnormalized heads in outputs_.
+  void attend_rows(int64_t batch, int64_t head, int64_t first, int64_t rows, SoftmaxRow<float>* softmax) {
+    const int64_t last_key = call_.mask.causal ? std::min(shape_.kv_len, first + rows) : shape_.kv_len;
     const int64_t row_tiles = tiles_of(rows, kTileSize);
     const int64_t width_tiles = output_ld_ / kTileSize;
     if (last_key == 0) {
-      std::fill(outputs_, outputs_ + kTileStrip * output_ld_, 0.0F);
+      std::fill(outputs_, outputs_ + kAmxRows * output_ld_, 0.0F);
     }
     for (int64_t key = 0; key < last_key; key += block_) {
       const int64_t count = std::min(block_, last_key - key);
-      const TileColumns keys{keys_ + key * width_, kTileSize * width_};
+      const AmxPanels keys{keys_ + key * width_, kTileSize * width_};
       multiply_tiles(row_tiles, tiles_of(count, kTileSize), width_ / kTileDepth, queries_, width_ld_, keys, logits_,
                      logits_ld_, false);
       for (int64_t row = 0; row < rows; ++row) {
-        absorb_row(image, head, first + row, key, count, row, softmax[row]);
+        softmax_row(batch, head, first + row, key, count, row, softmax[row]);
       }
-      const TileColumns values{values_ + key * kTileSize, kTileSize * keys_depth_};
+      const AmxPanels values{values_ + key * kTileSize, kTileSize * keys_depth_};
       multiply_tiles(row_tiles, width_tiles, tiles_of(count, kTileDepth), weights_, weights_ld_, values,
-                     key == 0 ? outputs_ : parts_, output_ld_, false);
+                     key == 0 ? outputs_ : partial_, output_ld_, false);
       if (key > 0) {
         add_rescaled(rows, softmax);
       }
     }
   }
 
-  void absorb_row(int64_t image, int64_t head, int64_t query, int64_t key, int64_t count, int64_t row,
-                  SoftmaxRow<float>& softmax) {
+  void softmax_row(int64_t batch, int64_t head, int64_t query, int64_t key, int64_t count, int64_t row,
+                   SoftmaxRow<float>& softmax) {
     float* logits = logits_ + row * logits_ld_;
     float factor = static_cast<float>(call_.scale * kLog2E);
-    // absorb_rounded() wants the largest logit to stay the largest; a mask works on scaled ones.
+    // online_softmax_update_bf16() wants the largest logit to stay the largest; a mask works on scaled ones.
     if (call_.mask.is_used() || !(factor > 0)) {
       for (int64_t j = 0; j < count; ++j) {
         logits[j] *= factor;
       }
-      MaskRow<float>(call_.mask, image, head, query, shape_.keys).apply(logits, key, count);
+      MaskRow<float>(call_.mask, batch, head, query, shape_.kv_len).apply(logits, key, count);
       factor = 1;
     }
     const int64_t whole = padded_to(count, kTileDepth);
     std::fill(logits + count, logits + whole, kMinusInfinity<float>);
-    absorb_rounded(softmax, logits, static_cast<int>(whole / kLanes<float>), factor, weights_ + row * weights_ld_);
+    online_softmax_update_bf16(softmax, logits, static_cast<int>(whole / kLanes<float>), factor,
+                               weights_ + row * weights_ld_);
   }
 
   void add_rescaled(int64_t rows, const SoftmaxRow<float>* softmax) {
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t j = 0; j < output_ld_; j += kLanes<float>) {
         float* output = outputs_ + row * output_ld_ + j;
-        store_full(load_full(output) * softmax[row].rescale + load_full(parts_ + row * output_ld_ + j), output);
+        store_full(load_full(output) * softmax[row].rescale + load_full(partial_ + row * output_ld_ + j), output);
       }
     }
   }
 
-  // outputs_, normalised: rounded into `heads`, and as they are where backward needs them.
-  void store_heads(int64_t image, int64_t head, int64_t first, int64_t rows, const SoftmaxRow<float>* softmax,
+  // gain · outputs_, normalized, + addend: rounded into `heads`, and as it is where backward needs it.
+  void store_heads(int64_t batch, int64_t head, int64_t first, int64_t rows, const SoftmaxRow<float>* softmax,
                    BFloat16* heads) {
-    float* saved = call_.heads == nullptr
+    float* saved = call_.attn_out == nullptr
                        ? nullptr
-                       : static_cast<float*>(call_.heads) + (image * shape_.queries + first) * shape_.features() +
-                             head * shape_.width;
+                       : static_cast<float*>(call_.attn_out) + (batch * shape_.q_len + first) * shape_.inner_dim() +
+                             head * shape_.head_dim;
+    const float gain = head_gain<float>(call_, head);
     for (int64_t row = 0; row < rows; ++row) {
-      const float inverse = softmax[row].inverse();
-      for (int64_t j = 0; j < shape_.width; j += kLanes<float>) {
-        const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.width - j));
-        const Vector<float> output = load_full(outputs_ + row * output_ld_ + j) * inverse;
+      const float inverse = softmax[row].inverse() * gain;
+      for (int64_t j = 0; j < shape_.head_dim; j += kLanes<float>) {
+        store_full(load_full(outputs_ + row * output_ld_ + j) * inverse, outputs_ + row * output_ld_ + j);
+      }
+    }
+    if (call_.addend.data != nullptr) {
+      add_rows(addend_rows(call_, batch, head, first), rows, shape_.head_dim, 1.0F, outputs_, output_ld_);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t j = 0; j < shape_.head_dim; j += kLanes<float>) {
+        const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.head_dim - j));
+        const Vector<float> output = load_full(outputs_ + row * output_ld_ + j);
         store(output, heads + row * features_ld_ + j, count);
         if (saved != nullptr) {
-          store(output, saved + row * shape_.features() + j, count);
+          store(output, saved + row * shape_.inner_dim() + j, count);
         }
       }
     }
   }
 
-  // y = residual + heads · weight, two by two tiles at a time.
-  void project(int64_t image, int64_t first, int64_t rows) {
-    const int64_t depth_tiles = tiles_of(shape_.features(), kTileDepth);
-    const TileColumns weight{static_cast<const BFloat16*>(call_.weight), depth_tiles * kTileElements};
-    for (int64_t channel = 0; channel < shape_.channels; channel += kTileStrip) {
-      const int64_t columns = std::min(kTileStrip, shape_.channels - channel);
-      for (int64_t row = 0; row < rows; row += kTileStrip) {
-        const int64_t count = std::min(kTileStrip, rows - row);
+  // y from heads · weight, two by two tiles at a time.
+  void project(int64_t batch, int64_t first, int64_t rows) {
+    const int64_t depth_tiles = tiles_of(shape_.inner_dim(), kTileDepth);
+    const AmxPanels weight{static_cast<const BFloat16*>(call_.weight), depth_tiles * kTileElements};
+    for (int64_t channel = 0; channel < shape_.out_dim; channel += kAmxRows) {
+      const int64_t columns = std::min(kAmxRows, shape_.out_dim - channel);
+      for (int64_t row = 0; row < rows; row += kAmxRows) {
+        const int64_t count = std::min(kAmxRows, rows - row);
         multiply_tiles(tiles_of(count, kTileSize), tiles_of(columns, kTileSize), depth_tiles,
-                       heads_ + row * features_ld_, features_ld_, weight.from(channel / kTileSize), sums_, kTileStrip,
+                       heads_ + row * features_ld_, features_ld_, weight.from(channel / kTileSize), sums_, kAmxRows,
                        false);
-        store_result(image, first + row, count, channel, columns);
-      }
-    }
-  }
-
-  void store_result(int64_t image, int64_t first, int64_t rows, int64_t channel, int64_t columns) const {
-    const int64_t* strides = call_.residual_strides;
-    for (int64_t row = 0; row < rows; ++row) {
-      BFloat16* y = static_cast<BFloat16*>(call_.y) + (image * shape_.queries + first + row) * shape_.channels;
-      float* wide_y = wide_.row(image, first + row);
-      for (int64_t j = 0; j < columns; j += kLanes<float>) {
-        const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, columns - j));
-        Vector<float> sum = load_full(sums_ + row * kTileStrip + j);
-        if (call_.residual != nullptr) {
-          const BFloat16* residual = static_cast<const BFloat16*>(call_.residual) + image * strides[0] +
-                                     (first + row) * strides[1] + (channel + j) * strides[2];
-          sum += load(residual, strides[2], count);
-        }
-        store(sum, y + channel + j, count);
-        if (wide_y != nullptr) {
-          store(sum, wide_y + channel + j, count);
-        }
+        store_projection(call_, unrounded_, batch, first + row, channel, count, columns, sums_, kAmxRows);
       }
     }
   }
@@ -216,19 +206,19 @@ class TileForwardWorker {
   int64_t weights_ld_;   // elements between rows of weights_
   int64_t logits_ld_;    // and of logits_
   int64_t features_ld_;  // and of heads_
-  WideResult<float> wide_;
-  Scratch<BFloat16> numbers_;
+  UnroundedOutput<float> unrounded_;
+  Scratch<BFloat16> bf16_scratch_;
   Scratch<float> sums_memory_;
-  TileSession tiles_;
+  AmxSession tiles_;
   BFloat16* keys_;     // Kᵀ, in column tiles
   BFloat16* values_;   // V, in column tiles
-  BFloat16* queries_;  // [strip][width_ld]
-  BFloat16* weights_;  // [strip][weights_ld]: softmax, unnormalised
+  BFloat16* queries_;  // [rows][width_ld]
+  BFloat16* weights_;  // [rows][weights_ld]: softmax, unnormalized
   BFloat16* heads_;    // [query_block][features_ld]
-  float* logits_;      // [strip][logits_ld]
-  float* outputs_;     // [strip][output_ld]
-  float* parts_;       // [strip][output_ld]: those of one block of keys
-  float* sums_;        // [strip][strip]
+  float* logits_;      // [rows][logits_ld]
+  float* outputs_;     // [rows][output_ld]
+  float* partial_;     // [rows][output_ld]: those of one block of keys
+  float* sums_;        // [rows][rows]
 };
 
 }  // namespace overtone::OVERTONE_ISA

@@ -6,14 +6,14 @@
 namespace overtone::OVERTONE_ISA {
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
-  TileForwardWorker worker(call);
+  AmxForwardWorker worker(call);
   for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) {
-  TileBackwardWorker worker(call);
+  AmxBackwardWorker worker(call);
   for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
@@ -21,12 +21,12 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 
 extern const AttentionKernels attention_kernels = {
     .isa = OVERTONE_ISA_NAME,
-    .uses_tiles = true,
-    .feature_block = kTileFeatureBlock,
+    .uses_amx = true,
+    .feature_block = kAmxFeatureBlock,
     .packing = amx_panel_packing,
     .attention_forward = &attention_forward,
-    .heads_backward = &heads_backward_tiles,
-    .basis_backward = &basis_backward_tiles,
+    .out_backward = &out_backward_amx,
+    .weight_backward = &weight_backward_amx,
     .attention_backward = &attention_backward,
 };
 

@@ -1,8 +1,8 @@
 // The attention kernels, written once and compiled for every ISA level.
 //
 // Everything is computed in A: float for float32 and half inputs, double for float64. Inputs of any type and stride are
-// widened while they are packed. A strip of queries meets the keys block by block (one block at ViT sizes), with the
-// online softmax, so that memory grows as N and never as N².
+// widened while they are packed. Rows of queries meet the keys block by block (one block at ViT sizes), with the online
+// softmax, so that memory grows as N and never as N².
 #pragma once
 
 #include "cpu/attention/backward.h"
@@ -10,38 +10,27 @@
 
 namespace overtone::OVERTONE_ISA {
 
-// Calls f with a value of the C++ type.
-template <class F>
-OVERTONE_INLINE void for_type(ElementType type, const F& f) {
-  switch (type) {
-    case ElementType::float32:
-      return f(float{});
-    case ElementType::float64:
-      return f(double{});
-    case ElementType::bfloat16:
-      return f(BFloat16{});
-    case ElementType::float16:
-      return f(Half{});
+template <class A>
+void attention_forward_items(const AttentionForward& call, WorkQueue& queue) {
+  ForwardWorker<A> worker(call);
+  for (int64_t item = queue.pop(); item >= 0;) {
+    const int64_t next = queue.pop();
+    worker.run(item, next);
+    item = next;
   }
 }
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
-  for_type(call.type, [&](auto element) {
-    ForwardWorker<decltype(element)> worker(call);
-    for (int64_t item = queue.pop(); item >= 0;) {
-      const int64_t next = queue.pop();
-      worker.run(item, next);
-      item = next;
-    }
-  });
+  call.type == ElementType::float64 ? attention_forward_items<double>(call, queue)
+                                    : attention_forward_items<float>(call, queue);
 }
 
-inline void heads_backward(const HeadsBackward& call, WorkQueue& queue) {
-  call.is_float64 ? heads_backward_items<double>(call, queue) : heads_backward_items<float>(call, queue);
+inline void out_backward(const OutBackward& call, WorkQueue& queue) {
+  call.is_float64 ? out_backward_items<double>(call, queue) : out_backward_items<float>(call, queue);
 }
 
-inline void basis_backward(const BasisBackward& call, WorkQueue& queue) {
-  for_type(call.type, [&](auto element) { basis_backward_items<decltype(element)>(call, queue); });
+inline void weight_backward(const WeightBackward& call, WorkQueue& queue) {
+  call.is_float64 ? weight_backward_items<double>(call, queue) : weight_backward_items<float>(call, queue);
 }
 
 template <class A>
@@ -61,12 +50,12 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 
 extern const AttentionKernels attention_kernels = {
     .isa = OVERTONE_ISA_NAME,
-    .uses_tiles = false,
+    .uses_amx = false,
     .feature_block = kFeatureBlock,
     .packing = panel_packing,
     .attention_forward = &attention_forward,
-    .heads_backward = &heads_backward,
-    .basis_backward = &basis_backward,
+    .out_backward = &out_backward,
+    .weight_backward = &weight_backward,
     .attention_backward = &attention_backward,
 };
 

@@ -1,8 +1,10 @@
-// What the attention kernels of every ISA level compute, and how the ops in attention.cpp call them.
+// What the attention kernels of every instruction set compute, and how op.cpp calls them.
 //
-// Forward's work items are blocks of queries of one image: all heads, then the projection with diag(λ) U and the
-// residual while the heads are still in cache; the item that finishes an image takes its norms. Backward's phases are
-// sets of items of their own. No item shares a sum with another, so threads never change the result.
+// Forward's work items are blocks of queries of one batch element: all heads, then the projection while the heads are
+// still in cache; the item that finishes a batch element takes its norms. Backward's phases are sets of items of their
+// own. No item shares a sum with another, so threads never change the result.
+//
+// The accumulate type is float64 for float64 queries and float32 for all others.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +19,19 @@ namespace overtone {
 
 struct AttentionShape {
   int64_t batch = 0;
-  int64_t heads = 0;
-  int64_t queries = 0;
-  int64_t keys = 0;
-  int64_t width = 0;     // of a head
-  int64_t channels = 0;  // of y
+  int64_t num_heads = 0;
+  int64_t q_len = 0;
+  int64_t kv_len = 0;
+  int64_t head_dim = 0;
+  int64_t out_dim = 0;
 
-  int64_t features() const { return heads * width; }
+  int64_t inner_dim() const { return num_heads * head_dim; }
 };
 
-// Added to the logits (bias), or which keys take part (flags), broadcast by strides of 0 to [batch, heads, queries,
-// keys].
+// Added to the logits (bias), or which keys are attended to (flags), broadcast by strides of 0 to [batch, num_heads,
+// q_len, kv_len].
 struct AttentionMask {
-  const void* bias = nullptr;  // of the statistics' type
+  const void* bias = nullptr;  // of the accumulate type
   const bool* flags = nullptr;
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
@@ -40,87 +42,94 @@ struct AttentionMask {
   bool is_used() const { return bias != nullptr || flags != nullptr || causal; }
 };
 
-// Tokens of one item of heads_backward, features of one item of basis_backward.
+// Tokens of one item of out_backward, rows of the weight in one item of weight_backward.
 constexpr int64_t kTokenBlock = 192;
 constexpr int64_t kFeatureBlock = 48;
-constexpr int64_t kTileFeatureBlock = 32;  // where the kernels use tiles
+constexpr int64_t kAmxFeatureBlock = 32;
 
-struct AttentionInputs {
+// out = gain · softmax(scale · Q Kᵀ + mask) V + addend, for every head.
+struct AttentionProblem {
   AttentionShape shape;
-  ElementType type;
+  ElementType type;  // of query, key and value
   StridedHeads query, key, value;
   AttentionMask mask;
   double scale = 1;
+  const void* gain = nullptr;  // [num_heads], of the accumulate type; null is 1
+  StridedHeads addend;         // [batch, num_heads, q_len, head_dim]; no data adds nothing
+  ElementType addend_type = ElementType::float32;
 };
 
-// y = residual + heads · weight, where heads = softmax(scale · Q Kᵀ + bias) V; and what backward needs to make the same
-// softmax again. (Not one logarithm of the sum: rounded at the size of the logits, it would cost digits where they are
-// large.)
-struct AttentionForward : AttentionInputs {
-  int64_t query_block = 0;         // queries of one item
-  const void* weight = nullptr;    // diag(λ) U, in panels
-  const void* residual = nullptr;  // [batch, queries, channels] with strides, or null
-  int64_t residual_strides[3] = {0, 0, 0};
-  void* y = nullptr;                    // contiguous, of `type`
-  void* wide_y = nullptr;               // the same before rounding, of the statistics' type; or null
-  void* heads = nullptr;                // [batch, queries, features], of the statistics' type; or null
-  void* softmax_rows = nullptr;         // [batch, heads, queries, 2]: maximum (base 2) and 1 / sum; or null
-  const NormsForward* norms = nullptr;  // of y, or null
-  bool has_wide_image = false;          // norms read one image of y, before rounding, that the item keeps
-  void (*norms_kernel)(const NormsForward&, int64_t begin, int64_t end) = nullptr;
-  int64_t* blocks_left = nullptr;  // [batch]: the item that takes the last one takes the image's norms
+// Where the norms of y are taken: nowhere; in y, which is not rounded; in a tensor of y before rounding; or in a buffer
+// that stays in the cache, where an item has all queries of its batch element.
+enum class NormsSource { none, y, unrounded, scratch };
 
-  int64_t blocks() const { return (shape.queries + query_block - 1) / query_block; }
+// y = residual + sample_scale · (out · weight + bias), and what backward needs to make the same softmax again. (Not one
+// logarithm of the sum: rounded at the size of the logits, it would cost digits where they are large.)
+struct AttentionForward : AttentionProblem {
+  int64_t query_block = 0;             // queries of one item
+  const void* weight = nullptr;        // [inner_dim, out_dim], in panels
+  const void* bias = nullptr;          // [out_dim], of the accumulate type; or null
+  const void* sample_scale = nullptr;  // [batch], of the accumulate type; or null
+  StridedMatrix residual;              // [q_len, out_dim] of the first batch element; or no data
+  int64_t residual_batch_stride = 0;
+  StridedMatrix y;                // [batch · q_len, out_dim], contiguous
+  void* unrounded = nullptr;      // y before rounding, for the norms, of the accumulate type; or null
+  void* attn_out = nullptr;       // [batch, q_len, inner_dim], of the accumulate type; or null
+  void* softmax_stats = nullptr;  // [batch, num_heads, q_len, 2]: maximum (base 2) and 1 / sum; or null
+  NormsSource norms_source = NormsSource::none;
+  const NormsForward* norms = nullptr;  // of y
+  void (*norms_kernel)(const NormsForward&, int64_t begin, int64_t end) = nullptr;
+  int64_t* blocks_left = nullptr;  // [batch]: the item that takes the last one takes the norms
+
+  int64_t blocks() const { return (shape.q_len + query_block - 1) / query_block; }
   int64_t items() const { return shape.batch * blocks(); }
 };
 
-// grad_heads = G Uᵀ diag(λ).
-struct HeadsBackward {
+// grad_out = grad_y · weightᵀ.
+struct OutBackward {
   AttentionShape shape;
   bool is_float64 = false;
-  const void* grad_y = nullptr;  // [batch, queries, channels] contiguous, of the statistics' type
-  const void* weight = nullptr;  // Uᵀ diag(λ), in panels
-  void* grad_heads = nullptr;    // [batch, queries, features], of the statistics' type; with tiles bfloat16
+  const void* grad_y = nullptr;  // [batch, q_len, out_dim] contiguous, of the accumulate type
+  const void* weight = nullptr;  // weightᵀ, in panels
+  void* grad_out = nullptr;      // [batch, q_len, inner_dim], of the accumulate type; on AMX bf16
+  void* grad_addend = nullptr;   // on AMX the same before rounding, or null
 
-  int64_t items() const { return (shape.batch * shape.queries + kTokenBlock - 1) / kTokenBlock; }
+  int64_t items() const { return (shape.batch * shape.q_len + kTokenBlock - 1) / kTokenBlock; }
 };
 
-// With M = headsᵀ G: ∂U = diag(λ) M, ∂λ = Σ over columns of U ⊙ M; what is not wanted is null.
-struct BasisBackward {
+// grad_weight = attn_outᵀ · grad_y.
+struct WeightBackward {
   AttentionShape shape;
-  ElementType type;  // of the basis
+  bool is_float64 = false;
   int64_t feature_block = kFeatureBlock;
   const void* grad_y = nullptr;
-  const void* packed_grad = nullptr;  // with tiles: grad_y, in panels
-  const void* heads = nullptr;
-  const void* eigenvalues = nullptr;  // [features], of the statistics' type
-  const void* basis = nullptr;        // [features, channels] with strides
-  int64_t basis_strides[2] = {0, 0};
-  void* grad_basis = nullptr;        // [features, channels] contiguous, of the statistics' type
-  void* grad_eigenvalues = nullptr;  // [features], of the statistics' type
+  const void* packed_grad = nullptr;  // on AMX: grad_y, in panels
+  const void* attn_out = nullptr;
+  void* grad_weight = nullptr;  // [inner_dim, out_dim] contiguous, of the accumulate type
 
-  int64_t items() const { return (shape.features() + feature_block - 1) / feature_block; }
+  int64_t items() const { return (shape.inner_dim() + feature_block - 1) / feature_block; }
 };
 
-// ∂query, ∂key, ∂value of one image and head from ∂heads; what is not wanted is null.
-struct AttentionBackward : AttentionInputs {
-  const void* heads = nullptr;
-  const void* softmax_rows = nullptr;
-  const void* grad_heads = nullptr;  // as heads_backward left it
+// ∂query, ∂key, ∂value of one batch element and head from ∂out; what is not wanted is null.
+struct AttentionBackward : AttentionProblem {
+  const void* attn_out = nullptr;
+  const void* softmax_stats = nullptr;
+  const void* grad_out = nullptr;  // as out_backward left it
   StridedHeads grad_query{}, grad_key{}, grad_value{};
-  void* grad_logits = nullptr;  // [batch, heads, queries, keys], of the statistics' type: only for a bias' gradient
+  void* grad_logits = nullptr;  // [batch, num_heads, q_len, kv_len], of the accumulate type: only for a mask's gradient
+  double* grad_gain = nullptr;  // [batch, num_heads], to be summed over the batch
 
-  int64_t items() const { return shape.batch * shape.heads; }
+  int64_t items() const { return shape.batch * shape.num_heads; }
 };
 
 struct AttentionKernels {
   const char* isa;
-  bool uses_tiles;        // AMX's, for bfloat16 alone
-  int64_t feature_block;  // features of one item of basis_backward
+  bool uses_amx;          // for bf16 alone
+  int64_t feature_block;  // rows of the weight in one item of weight_backward
   PackingKernels packing;
   void (*attention_forward)(const AttentionForward&, WorkQueue&);
-  void (*heads_backward)(const HeadsBackward&, WorkQueue&);
-  void (*basis_backward)(const BasisBackward&, WorkQueue&);
+  void (*out_backward)(const OutBackward&, WorkQueue&);
+  void (*weight_backward)(const WeightBackward&, WorkQueue&);
   void (*attention_backward)(const AttentionBackward&, WorkQueue&);
 };
 

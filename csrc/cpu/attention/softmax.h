@@ -40,9 +40,9 @@ struct MaskRow {
   int64_t key_stride = 0;
   int64_t visible;  // keys from here on are in the future
 
-  MaskRow(const AttentionMask& mask, int64_t image, int64_t head, int64_t query, int64_t keys)
+  MaskRow(const AttentionMask& mask, int64_t batch, int64_t head, int64_t query, int64_t keys)
       : key_stride(mask.key_stride), visible(mask.causal ? std::min(keys, query + 1) : keys) {
-    const int64_t offset = image * mask.batch_stride + head * mask.head_stride + query * mask.query_stride;
+    const int64_t offset = batch * mask.batch_stride + head * mask.head_stride + query * mask.query_stride;
     bias = mask.bias == nullptr ? nullptr : static_cast<const A*>(mask.bias) + offset;
     flags = mask.flags == nullptr ? nullptr : mask.flags + offset;
     largest = bias == nullptr ? A{0} : largest_bias(bias, key_stride, visible);
@@ -66,11 +66,11 @@ struct MaskRow {
 
 // Logits of rows [first, first + rows) and keys [key, key + count), `ld` apart: masked, and −inf up to a whole vector.
 template <class A>
-void mask_logits(const AttentionInputs& call, int64_t image, int64_t head, int64_t first, int64_t rows, int64_t key,
+void mask_logits(const AttentionProblem& call, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t key,
                  int64_t count, A* logits, int64_t ld) {
   if (call.mask.is_used()) {
     for (int64_t row = 0; row < rows; ++row) {
-      MaskRow<A>(call.mask, image, head, first + row, call.shape.keys).apply(logits + row * ld, key, count);
+      MaskRow<A>(call.mask, batch, head, first + row, call.shape.kv_len).apply(logits + row * ld, key, count);
     }
   }
   const int tail = static_cast<int>(count % kLanes<A>);
@@ -82,7 +82,7 @@ void mask_logits(const AttentionInputs& call, int64_t image, int64_t head, int64
   }
 }
 
-// Online softmax of one row: the running maximum and sum, and what earlier sums must be multiplied with.
+// Online softmax of one row: the running maximum and sum, and what partial sums must be multiplied with.
 template <class A>
 struct SoftmaxRow {
   A maximum = kMinusInfinity<A>;
@@ -90,7 +90,7 @@ struct SoftmaxRow {
   A rescale = 0;
 
   // Takes a block's maximum in; gives what the block's logits are to be lowered by.
-  OVERTONE_INLINE A raise(A block_maximum) {
+  OVERTONE_INLINE A update_max(A block_maximum) {
     const A next = block_maximum > maximum ? block_maximum : maximum;
     // While every key so far is masked the maximum is −inf; any finite stand-in keeps −inf − −inf from arising.
     const A safe = next == kMinusInfinity<A> ? A{0} : next;
@@ -111,7 +111,7 @@ struct SoftmaxRow {
 // Turns a block of logits (whole vectors, rows `ld` apart) into unnormalised weights: several rows at once, as one
 // alone waits for the sum of its lanes.
 template <int kRows, class A>
-OVERTONE_INLINE void absorb_rows(SoftmaxRow<A>* rows, A* logits, int64_t ld, int vectors) {
+OVERTONE_INLINE void online_softmax_update(SoftmaxRow<A>* rows, A* logits, int64_t ld, int vectors) {
   Vector<A> best[kRows];
   OVERTONE_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -126,7 +126,7 @@ OVERTONE_INLINE void absorb_rows(SoftmaxRow<A>* rows, A* logits, int64_t ld, int
   A safe[kRows];
   OVERTONE_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    safe[i] = rows[i].raise(largest_lane<A>(best[i]));
+    safe[i] = rows[i].update_max(largest_lane<A>(best[i]));
   }
   Vector<A> totals[kRows] = {};
   for (int v = 0; v < vectors; ++v) {

@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 }
 
 Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,
-                                std::optional<Tensor> mask) {
+                                std::optional<Tensor> mask, std::optional<Tensor> addend) {
   constexpr const char* op = "frequency_norms_backward";
   const TokensView tokens(x, "x", op);
   const MaskView valid(mask, x, op);
@@ -210,6 +210,8 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
   call.type = element_type(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
+  check_tensor(addend, {sizes_of(x), x.scalar_type(), true}, "addend", op);
+  call.addend = addend.has_value() ? addend->data_ptr() : nullptr;
   const NormScales scales(grad_low, grad_high, low, high, x, call, op);
   Tensor grad_x = allocated(x, sizes_of(x));
   call.grad_x = grad_x.data_ptr();

@@ -164,21 +164,16 @@ struct AddTo {
   }
 };
 
-// Where a panel's columns of C go: c = sum + partial sums + addend.
+// Where a panel's columns of C go: c = sum + partial sums.
 template <class A>
 struct PanelTarget {
   A* c;
   int64_t ldc;
-  const A* addend;  // or null
-  int64_t addend_ld;
   const A* partial = nullptr;  // or null; gemm_large_panels() sets it
 
   OVERTONE_INLINE void operator()(int64_t row, int v, Vector<A> sum) const {
     if (partial != nullptr) {
       sum += load_full(partial + (row * kWidestTile + v) * kLanes<A>);
-    }
-    if (addend != nullptr) {
-      sum += load_full(addend + row * addend_ld + v * kLanes<A>);
     }
     store_full(sum, c + row * ldc + v * kLanes<A>);
   }
@@ -208,7 +203,7 @@ void gemm_large_panels(int64_t rows, int vectors, int64_t depth, const A* a, int
                                              AddTo<A>{sums, kPanelLd<A>});
       }
     }
-    PanelTarget<A> target = target_of(first, width);
+    auto target = target_of(first, width);  // an epilogue with `partial`
     target.partial = k == 0 ? nullptr : sums;
     gemm_panel_of<A, Operand::row_major>(width, rows, 0, depth - k, a + k, lda, panel + k * ldb, ldb, target);
     panel_done(first, width);

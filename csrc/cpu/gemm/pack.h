@@ -128,28 +128,13 @@ void pack_block(const StridedMatrix& source, int64_t row, int64_t column, int64_
   }
 }
 
-// One panel of gemm_by_panels(), `vectors` wide, from `column` on: row after row, scaled; zeros fill the last vectors
-// up.
+// One panel of gemm_by_panels(), `vectors` wide, from `column` on: row after row; zeros fill the last vectors up.
 template <class A>
 void pack_panel(const PanelPacking& call, int64_t column, int vectors) {
   const int64_t ld = vectors * kLanes<A>;
   const int64_t width = std::min(ld, call.columns - column);
-  const A* row_scale = static_cast<const A*>(call.row_scale);
-  const A* column_scale = static_cast<const A*>(call.column_scale);
   A* out = static_cast<A*>(call.panels) + column * call.depth;
   pack_block(call.source, 0, column, call.depth, width, out, ld);
-  if (row_scale == nullptr && column_scale == nullptr) {
-    return;
-  }
-  for (int v = 0; v < vectors; ++v) {
-    const int lanes = static_cast<int>(std::clamp<int64_t>(width - v * kLanes<A>, 0, kLanes<A>));
-    const Vector<A> columns =
-        column_scale == nullptr || lanes == 0 ? broadcast(A{1}) : load(column_scale + column + v * kLanes<A>, 1, lanes);
-    for (int64_t k = 0; k < call.depth; ++k) {
-      A* p = out + k * ld + v * kLanes<A>;
-      store_full(load_full(p) * columns * (row_scale == nullptr ? A{1} : row_scale[k]), p);
-    }
-  }
 }
 
 // The first vector of a panel. All panels but the first few have the width of the one before; counting them is cheap

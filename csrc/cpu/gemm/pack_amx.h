@@ -76,29 +76,17 @@ OVERTONE_INLINE void store_pair(Vector<float> first, Vector<float> second, BFloa
   std::memcpy(static_cast<void*>(out), &pair, sizeof pair);
 }
 
-// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each. With scales, which may be null.
-struct PairScales {
-  const float* rows = nullptr;
-  const float* columns = nullptr;
-};
-inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, PairScales scales,
-                           BFloat16* out, int64_t depth_tiles) {
+// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each.
+inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, BFloat16* out,
+                           int64_t depth_tiles) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=](auto element) {
     using T = decltype(element);
     for (int64_t column = 0; column < padded_to(columns, kTileSize); column += kSize) {
-      const int count = static_cast<int>(std::clamp<int64_t>(columns - column, 0, kSize));
-      const Vector<float> column_scale =
-          scales.columns == nullptr || count == 0 ? broadcast(1.0F) : load(scales.columns + column, 1, count);
       BFloat16* tiles = out + column / kTileSize * depth_tiles * kTileElements + column % kTileSize * 2;
       for (int64_t k = 0; k < depth_tiles * kTileDepth; k += kSize) {
         Vector<float> block[kSize];
         load_rows<T>(source, k, column, depth, columns, block);
-        if (scales.rows != nullptr || scales.columns != nullptr) {
-          for (int i = 0; i < kSize; ++i) {
-            block[i] *= column_scale * (scales.rows == nullptr || k + i >= depth ? 1.0F : scales.rows[k + i]);
-          }
-        }
         BFloat16* tile = tiles + k / kTileDepth * kTileElements + k % kTileDepth * kTileSize;
         OVERTONE_UNROLL
         for (int i = 0; i < kSize; i += 2) {
@@ -163,10 +151,7 @@ inline void pack_amx_panels(const PanelPacking& call, WorkQueue& queue) {
   const int64_t depth_tiles = tiles_of(call.depth, kTileDepth);
   for (int64_t panel; (panel = queue.pop()) >= 0;) {
     const int64_t column = panel * kTileSize;
-    const float* column_scale = static_cast<const float*>(call.column_scale);
-    const PairScales scales{static_cast<const float*>(call.row_scale),
-                            column_scale == nullptr ? nullptr : column_scale + column};
-    pack_row_pairs(call.source.from(0, column), call.depth, std::min(kTileSize, call.columns - column), scales,
+    pack_row_pairs(call.source.from(0, column), call.depth, std::min(kTileSize, call.columns - column),
                    static_cast<BFloat16*>(call.panels) + panel * depth_tiles * kTileElements, depth_tiles);
   }
 }

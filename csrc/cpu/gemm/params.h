@@ -8,14 +8,11 @@
 
 namespace overtone {
 
-// source [depth, columns], its rows and columns scaled where a scale is given, to panels of columns as wide as a
-// register tile (on AMX: a tile).
+// source [depth, columns] to panels of columns as wide as a register tile (on AMX: a tile).
 struct PanelPacking {
   StridedMatrix source;
   int64_t depth = 0;
   int64_t columns = 0;
-  const void* row_scale = nullptr;     // [depth]: diag(s) W; float32, or float64 for float64
-  const void* column_scale = nullptr;  // [columns]: W diag(s)
   void* panels = nullptr;
 };
 

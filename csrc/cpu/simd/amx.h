@@ -20,8 +20,8 @@ struct TileRegister {
 inline thread_local TileRegister tile_registers[8];
 
 // Tiles exist while one of these does, in its thread.
-struct TileSession {
-  TileSession() {}  // a name that is never read would warn otherwise
+struct AmxSession {
+  AmxSession() {}  // a name that is never read would warn otherwise
 };
 
 template <int kTile>
@@ -75,15 +75,15 @@ struct TileConfiguration {
 static_assert(sizeof(TileConfiguration) == 64);
 
 // Tiles exist while one of these does, in its thread.
-class TileSession {
+class AmxSession {
  public:
-  TileSession() {
+  AmxSession() {
     alignas(64) const TileConfiguration configuration;
     asm volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
   }
-  ~TileSession() { asm volatile("tilerelease" : : : "memory"); }
-  TileSession(const TileSession&) = delete;
-  TileSession& operator=(const TileSession&) = delete;
+  ~AmxSession() { asm volatile("tilerelease" : : : "memory"); }
+  AmxSession(const AmxSession&) = delete;
+  AmxSession& operator=(const AmxSession&) = delete;
 };
 
 // Our own assembly: GCC 12's intrinsics do not say that they read and write memory. Strides are in elements.
@@ -112,16 +112,16 @@ OVERTONE_INLINE void tile_multiply() {
 #endif
 
 // Column tiles of B, each `depth_tiles` tiles one after the other; the next column begins `column_stride` elements on.
-struct TileColumns {
+struct AmxPanels {
   const BFloat16* data;
   int64_t column_stride;
 
-  OVERTONE_INLINE TileColumns from(int64_t column) const { return {data + column * column_stride, column_stride}; }
+  OVERTONE_INLINE AmxPanels from(int64_t column) const { return {data + column * column_stride, column_stride}; }
 };
 
 // C = A · B, or C += A · B, of kRows × kColumns tiles: C is in the registers 0 to 3, A in 4 and 5, B in 6 and 7.
 template <int kRows, int kColumns>
-void multiply_tile_block(int64_t depth_tiles, const BFloat16* a, int64_t lda, TileColumns b, float* c, int64_t ldc,
+void multiply_tile_block(int64_t depth_tiles, const BFloat16* a, int64_t lda, AmxPanels b, float* c, int64_t ldc,
                          bool is_sum) {
   float* const c_below = c + kTileSize * ldc;
   if (is_sum) {
@@ -157,7 +157,7 @@ void multiply_tile_block(int64_t depth_tiles, const BFloat16* a, int64_t lda, Ti
 
 // The same for any number of tiles, two by two.
 inline void multiply_tiles(int64_t row_tiles, int64_t column_tiles, int64_t depth_tiles, const BFloat16* a, int64_t lda,
-                           TileColumns b, float* c, int64_t ldc, bool is_sum) {
+                           AmxPanels b, float* c, int64_t ldc, bool is_sum) {
   for (int64_t column = 0; column < column_tiles; column += 2) {
     for (int64_t row = 0; row < row_tiles; row += 2) {
       const BFloat16* a_block = a + row * kTileSize * lda;

@@ -19,7 +19,7 @@ bool tile_product_is_right() {
     }
   }
   {
-    const TileSession session;
+    const AmxSession session;
     multiply_tile_block<1, 1>(1, &a[0][0], kTileDepth, {&b[0][0][0], 0}, &c[0][0], kTileSize, false);
   }
   bool is_right = true;

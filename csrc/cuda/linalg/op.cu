@@ -1,5 +1,6 @@
-// eigh_ex, eig_ex and qr on CUDA tensors: from the dispatcher to the kernels, on the current stream. The host does not
-// wait. Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
+// eigh_ex, eig_ex and qr_ex on CUDA tensors: from the dispatcher to the kernels, on the current stream. The host does
+// not wait. Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety
+// needs.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -112,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
           info};
 }
 
-std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
+std::tuple<Tensor, Tensor, Tensor> qr_ex(Tensor a, bool complete, bool need_q) {
   const bool is_float64 = check_matrices(a, false, "qr");
   const DeviceGuard guard(a.get_device_index());
   const int64_t rows = a.size(-2), columns = a.size(-1), inner = complete ? rows : std::min(rows, columns);
@@ -143,5 +144,5 @@ std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
 STABLE_TORCH_LIBRARY_IMPL(overtone, CUDA, m) {
   m.impl("eigh_ex", TORCH_BOX(&overtone::cuda::eigh_ex));
   m.impl("eig_ex", TORCH_BOX(&overtone::cuda::eig_ex));
-  m.impl("qr", TORCH_BOX(&overtone::cuda::qr));
+  m.impl("qr_ex", TORCH_BOX(&overtone::cuda::qr_ex));
 }

@@ -12,7 +12,7 @@ import torch
 
 import overtone
 from overtone import _extension
-from overtone.backends import KERNELS
+from overtone.backends import SUPPORT
 
 VARIABLES = ("TRITON_INTERPRET", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
@@ -42,7 +42,7 @@ def collect() -> dict[str, dict]:
         "cpu": _cpu(),
         "extension": _extension_build(),
         "backends": {name: status._asdict() for name, status in overtone.backends().items()},
-        "kernels": {op: _kernels_of(op) for op in KERNELS},
+        "kernels": {op: _kernels_of(op) for op in SUPPORT},
         "environment": _environment(),
     }
 
@@ -74,25 +74,28 @@ def _torch_build() -> dict[str, str | int]:
 
 
 def _cpu() -> dict[str, str | int | list[str]]:
-    native = _extension.native
+    module = _extension.module
     machine: dict[str, str | int | list[str]] = {"architecture": platform.machine(), "cores": os.cpu_count() or 0}
-    if native is not None:
-        features = native.cpu_features()
+    if module is not None:
+        features = module.cpu_features()
         machine["features"] = [name for name, present in features.items() if present]
-        machine["level in use"] = native.isa()
-        machine["levels here"] = native.available_isas()
+        machine["level in use"] = module.isa()
+        machine["levels here"] = module.available_isas()
     return machine
 
 
 def _extension_build() -> dict[str, str]:
-    if _extension.native is None:
-        return {"missing": _extension.why_missing}
-    return _extension.native.build_info()
+    if _extension.module is None:
+        return {"missing": _extension.load_error}
+    return _extension.module.build_info()
 
 
 def _kernels_of(op: str) -> dict[str, list[str]]:
     """The dtypes of the op's kernels, per backend."""
-    return {backend: [str(dtype).removeprefix("torch.") for dtype in dtypes] for backend, dtypes in KERNELS[op].items()}
+    return {
+        backend: [str(dtype).removeprefix("torch.") for dtype in support.dtypes]
+        for backend, support in SUPPORT[op].items()
+    }
 
 
 def _environment() -> dict[str, str]:

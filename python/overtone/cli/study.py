@@ -12,15 +12,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "study",
         help="train ViT, ViT⁺ and ViT⁻ and write the papers' tables and figures",
         description="Trains free, smoothing and sharpening ViTs with several seeds, on all, half and a tenth of the "
-        "data; measures which eigenvalue dominates, the tokens over depth, the accuracy under corruptions; adds what "
-        "needs no training; and writes one HTML page, PNG figures and CSV tables beside the papers' numbers. Minutes "
-        "on two cores for digits. Stopped at any moment, the same command goes on; finished runs are not repeated.",
+        "data; measures which eigenvalue dominates, the tokens over depth, the accuracy under corruptions; compares "
+        "post-norm, de-escalated and pre-norm models of several depths, and both kinds of spectra; adds what needs no "
+        "training; and writes one HTML page, PNG figures and CSV tables beside the papers' numbers. Minutes on two "
+        "cores for digits. Interrupted at any moment, the same command continues; finished runs are not repeated.",
     )
-    parser.add_argument("--data", default="digits", metavar="NAME", help="digits (default) or cifar100")
-    parser.add_argument("--data-dir", metavar="FOLDER", help="where the archive of cifar100 is")
+    parser.add_argument("--data", default="digits", metavar="NAME", help="digits (default), cifar10 or cifar100")
+    parser.add_argument("--data-dir", metavar="FOLDER", help="where the archive of cifar is")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of everything (default: 3)")
-    parser.add_argument("--epochs", type=int, metavar="N", help="with all data (digits 10, cifar100 100)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="with all data (digits 10, cifar 100)")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: one per core; with a GPU 1)")
+    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="layers to compare (6 12 24)")
+    parser.add_argument(
+        "--methods", nargs="*", metavar="NAME", help="also compare methods: those named, or all of them"
+    )
+    parser.add_argument(
+        "--parts", nargs="*", metavar="NAME", help="compare besides the regimes: depth, kinds, methods (depth kinds)"
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, a smaller model, 2 epochs: under a minute")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (reports/study-NAME)")
     parser.set_defaults(run=run)
@@ -39,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
             seeds=arguments.seeds,
             epochs=arguments.epochs,
             quick=arguments.quick,
+            parts=_parts(arguments),
+            depths=arguments.depths,
+            methods=arguments.methods or None,
         )
         result = study(plan, folder, jobs=arguments.jobs)
     except TrainingError as error:
@@ -47,6 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"interrupted; run the same command again to continue ({folder})", 130)
     print(result.summary())
     return 0 if result.all_claims_hold else 1
+
+
+def _parts(arguments: argparse.Namespace) -> list[str]:
+    """--methods adds what it names to --parts."""
+    from overtone.study import PARTS
+
+    parts = [*PARTS] if arguments.parts is None else arguments.parts
+    return parts if arguments.methods is None else [*parts, "methods"]
 
 
 def _fail(message: str, status: int) -> int:

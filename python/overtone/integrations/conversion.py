@@ -39,7 +39,7 @@ def initialize(core: SpectralAttention, weights: AttentionWeights, init: str) ->
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(validate.statistics_dtype(x.dtype))
+    return x.to(validate.accumulate_dtype(x.dtype))
 
 
 def nearest_spectrum(w_v: Tensor, w_proj: Tensor, core: SpectralAttention) -> tuple[Tensor, Tensor]:

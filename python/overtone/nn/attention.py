@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone._deprecated import accepts_renamed
 from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
-from overtone.ops.attention import QKV, spectral_attention, spectral_attention_qkvpacked
-from overtone.ops.frequency import frequency_filter, frequency_norms
+from overtone.ops.attention import QKV, folded_attention, mean_of_values
+from overtone.ops.frequency import frequency_norms
 from overtone.ops.linear import linear
 from overtone.spectrum import KINDS, BasisCache, SpectrumModule, evaluate, make_spectrum
 from overtone.types import FrequencyNorms, Spectrum
@@ -111,6 +111,8 @@ class SpectralAttention(nn.Module):
         is_causal: bool = False,
         spectrum: Spectrum | None = None,
         values_0: Tensor | None = None,
+        sample_scale: Tensor | None = None,
+        extend: Callable[[QKV], QKV] | None = None,
         return_norms: bool = False,
     ) -> Tensor | tuple[Tensor, FrequencyNorms]:
         """Attention of tokens x [B, N, dim], plus `residual` where given.
@@ -121,12 +123,16 @@ class SpectralAttention(nn.Module):
             attn_mask, is_causal: as in ot.spectral_attention.
             spectrum: this layer's, where a model has evaluated all of them together; default: evaluated here.
             values_0: V⁰ for NeuTRENO, the values that `project` of the first layer returns.
+            sample_scale: [B], multiplies what is added to the residual (stochastic depth).
+            extend: puts the keys and values of earlier tokens (a cache) before those of x.
             return_norms: also return the FrequencyNorms of the result, each [B].
         """
         spectrum = self.own_spectrum(spectrum)
+        qkv = self.project(x, spectrum)
+        qkv = qkv if extend is None else extend(qkv)
         return self.attend(
-            self.project(x, spectrum), spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal,
-            values_0=values_0, return_norms=return_norms,
+            qkv, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal, values_0=values_0,
+            sample_scale=sample_scale, return_norms=return_norms,
         )  # fmt: skip
 
     def own_spectrum(self, given: Spectrum | None = None) -> Spectrum | None:
@@ -158,86 +164,80 @@ class SpectralAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         values_0: Tensor | None = None,
+        sample_scale: Tensor | None = None,
         return_norms: bool = False,
     ) -> Any:
         """The second half of forward; there may be more keys and values than queries (a cache)."""
-        masks: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
-        calls_proj = self.regime == "free" and not is_fusible(self.proj)
-        factors = self._output_factors(spectrum, calls_proj, qkv.query.dtype)
-        extra = self._neutreno_term(qkv.value, values_0, *factors)
-        if self.centered:
-            qkv, extra = self._center_values(qkv, extra, *factors, **masks)
-        inside, outside = (None, residual) if calls_proj else _split_residual(residual, qkv.query)
-        for term in (None if calls_proj else self._output_bias(), extra):
-            if term is not None:
-                inside = _add(inside, term.to(qkv.query.dtype), (*qkv.query.shape[::2], self.dim))
-        is_whole = outside is None and not calls_proj
-        outcome = self._run(qkv, *factors, residual=inside, return_norms=return_norms and is_whole, **masks)
-        if is_whole:
-            return outcome
-        y = self.proj(outcome) if calls_proj else outcome
-        y = y if outside is None else outside + y
-        return (y, frequency_norms(y)) if return_norms else y
+        query = qkv.query
+        options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": self.scale}
+        options["gain"], options["addend"] = self._mixing(qkv, values_0, attn_mask, is_causal)
+        if self.regime == "free" and not is_fusible(self.proj):
+            # One more product of the output's size, but no second implementation of attention.
+            identity = torch.eye(self.dim, dtype=query.dtype, device=query.device)
+            y = self.proj(self._run(qkv, identity, **options))
+            return _add_to_residual(y, residual, sample_scale, return_norms)
+        options["bias"] = self._output_bias()
+        weight = self._output_weight(spectrum, query.dtype)
+        if residual is not None and residual.dtype not in (query.dtype, validate.accumulate_dtype(query.dtype)):
+            return _add_to_residual(self._run(qkv, weight, **options), residual, sample_scale, return_norms)
+        options |= {"residual": residual, "sample_scale": sample_scale, "return_norms": return_norms}
+        return self._run(qkv, weight, **options)
 
-    def _run(self, qkv: QKV, eigenvalues: Tensor, basis: Tensor, **options: Any) -> Any:
-        """The fused op, or its like with dropout. residual, return_norms, attn_mask and is_causal are handed on."""
-        options |= {"scale": self.scale, "head_gain": self.head_gain}
+    def _run(self, qkv: QKV, weight: Tensor, **options: Any) -> Any:
+        """The fused op, or its like with dropout."""
         if self.training and self.attn_drop > 0:
-            return self._attend_with_dropout(*qkv[:3], eigenvalues, basis, **options)
-        if qkv.packed is not None:
-            return spectral_attention_qkvpacked(qkv.packed, eigenvalues, basis, **options)
-        return spectral_attention(*qkv[:3], eigenvalues, basis, **options)
+            return self._attend_with_dropout(qkv, weight, **options)
+        return folded_attention(qkv, weight, **options)
 
-    def _attend_with_dropout(self, query, key, value, eigenvalues, basis, *, residual, return_norms, **options):
+    def _attend_with_dropout(
+        self, qkv: QKV, weight: Tensor, *, gain, addend, bias=None, residual=None, sample_scale=None,
+        return_norms=False, **logits,
+    ) -> Any:  # fmt: skip
         """What the fused op computes, with dropout of the attention weights, in plain PyTorch."""
-        weights = F.dropout(reference.attention_weights(query, key, **options), self.attn_drop)
-        heads = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
-        y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
-        y = y if residual is None else residual + y
-        return (y, frequency_norms(y)) if return_norms else y
+        query, key, value = qkv[:3]
+        attention = F.dropout(reference.attention_weights(query, key, **logits), self.attn_drop)
+        heads = attention.to(value.dtype) @ value
+        heads = heads if gain is None else gain[:, None, None] * heads
+        heads = heads if addend is None else heads + addend
+        y = heads.to(value.dtype).transpose(1, 2).flatten(2) @ weight.to(value.dtype)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return _add_to_residual(y, residual, sample_scale, return_norms)
 
-    def _output_factors(self, spectrum: Spectrum | None, calls_proj: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """λ and U of the op. If `proj` is to be called on its result, U is the identity: one more product of the
-        output's size, but no second implementation of attention."""
-        if self.regime != "free":
-            spectrum = self.spectrum() if spectrum is None else spectrum
-            return spectrum.eigenvalues, spectrum.basis_out.to(dtype)
-        ones = self._ones.to(validate.statistics_dtype(dtype))
-        if calls_proj:
-            return ones, torch.eye(self.dim, dtype=dtype, device=ones.device)
-        return ones, self.proj.weight.mT.to(dtype)
+    def _output_weight(self, spectrum: Spectrum | None, dtype: torch.dtype) -> Tensor:
+        """diag(λ) U, or W_proj, in `dtype` or wider."""
+        if self.regime == "free":
+            return self._as_wide(self.proj.weight.mT, dtype)
+        spectrum = self.spectrum() if spectrum is None else spectrum
+        wide = validate.accumulate_dtype(dtype)
+        return spectrum.eigenvalues.to(wide)[:, None] * spectrum.basis_out.to(wide)
+
+    @staticmethod
+    def _as_wide(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        wide = validate.accumulate_dtype(dtype)
+        return weight if weight.dtype in (dtype, wide) else weight.to(wide)
 
     def _output_bias(self) -> Tensor | None:
         return self.proj.bias if self.regime == "free" else self.bias
 
-    def _neutreno_term(self, value: Tensor, first: Tensor | None, eigenvalues: Tensor, basis: Tensor) -> Tensor | None:
-        """NeuTRENO's γ(V⁰ − V), through λ and U."""
-        if self.neutreno == 0 or first is None:
-            return None
-        difference = (first - value).transpose(1, 2).flatten(2)
-        scaled = (self.neutreno * eigenvalues).to(difference.dtype)
-        return (difference * scaled) @ basis.to(difference.dtype)
-
-    def _center_values(
-        self,
-        qkv: QKV,
-        extra: Tensor | None,
-        eigenvalues: Tensor,
-        basis: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> tuple[QKV, Tensor | None]:
-        """A V − ΠV. Rows of A sum to one, so without masks this is A HFC[V]. With masks −ΠV is added to `extra`."""
-        if attn_mask is None and not is_causal:
-            return qkv._replace(value=frequency_filter(qkv.value, 0.0, 1.0), packed=None), extra
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask != -torch.inf
-        equal_logits = torch.zeros_like(qkv.query)
-        mean: Any = spectral_attention(
-            equal_logits, qkv.key, qkv.value, -eigenvalues, basis.to(qkv.value.dtype), residual=extra,
-            attn_mask=attn_mask, is_causal=is_causal,
-        )  # fmt: skip
-        return qkv._replace(packed=None), mean
+    def _mixing(
+        self, qkv: QKV, values_0: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """gain and addend of the heads, gain · A V + addend: every method's."""
+        query, value = qkv.query, qkv.value
+        gain, addend, share = None, None, None
+        if self.head_gain is not None:
+            share = self.head_gain.to(validate.accumulate_dtype(value.dtype))
+            gain = 1 + share
+        if self.centered:
+            share = gain
+        if self.head_gain is not None or self.centered:
+            mean = mean_of_values(value, attn_mask, is_causal, query.shape[2])
+            addend = -mean if share is None else -share[:, None, None] * mean
+        if self.neutreno != 0 and values_0 is not None:
+            # The earlier tokens of a cache have theirs.
+            difference = self.neutreno * (values_0 - value[:, :, value.shape[2] - values_0.shape[2] :])
+            addend = difference if addend is None else addend + difference
+        return gain, addend
 
     def evaluate(self) -> Spectrum:
         """This layer's B, λ and U; where the regime is "free": W_V, ones and W_proj."""
@@ -288,13 +288,10 @@ def _is_readable(spectrum: nn.Module) -> bool:
     return type(spectrum.basis) in (nn.Parameter, Tensor)
 
 
-def _split_residual(residual: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What is added inside the op and what outside it, where the residual stream is wider than the op's dtype: it is
-    never rounded."""
-    if residual is None or residual.dtype == query.dtype:
-        return residual, None
-    return None, residual
-
-
-def _add(tensor: Tensor | None, term: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return term.expand(shape) if tensor is None else tensor + term
+def _add_to_residual(
+    y: Tensor, residual: Tensor | None, sample_scale: Tensor | None, return_norms: bool
+) -> Tensor | tuple[Tensor, FrequencyNorms]:
+    """What the fused op does after the projection, in plain PyTorch."""
+    y = y if sample_scale is None else y * sample_scale.to(y.dtype)[:, None, None]
+    y = y if residual is None else residual + y
+    return (y, frequency_norms(y)) if return_norms else y

@@ -13,9 +13,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-from overtone.ops.linear import linear, mlp
+from overtone import _validate as validate
+from overtone.ops.linear import has_backend, linear, mlp
 
-__all__ = ["Mlp", "apply_linear", "has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
+__all__ = ["GELUS", "Mlp", "apply_linear", "has_global_hooks", "is_fusible", "is_hooked", "is_ordinary", "is_plain"]
+
+# What GELU may be, and torch's name for it.
+GELUS = {"exact": "none", "tanh": "tanh"}
 
 # The last two stand for ordinary tensors while a graph is traced.
 _ORDINARY = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -70,18 +74,28 @@ def _only_tracks(hook: Any) -> bool:
 
 def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """layer(x), on our op if the layer is fusible."""
-    return linear(x, layer.weight, layer.bias) if is_fusible(layer) else layer(x)
+    return linear(x, layer.weight, layer.bias) if is_fusible(layer) and has_backend("linear") else layer(x)
 
 
 class Mlp(nn.Module):
-    """fc2(GELU(fc1(x))), in one op."""
+    """fc2(GELU(fc1(x))), in one op where GELU is exact.
 
-    def __init__(self, dim: int, hidden: int, *, device=None, dtype: torch.dtype | None = None) -> None:
+    Args:
+        dim: channels of a token.
+        hidden: channels between the two layers.
+        gelu: "exact" or "tanh", GELU's approximation by tanh.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, gelu: str = "exact", *, device=None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        self.gelu = validate.one_of("Mlp", "gelu", gelu, tuple(GELUS))
         self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias):
+        fusible = is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias)
+        if fusible and self.gelu == "exact" and has_backend("mlp"):
             return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return self.fc2(F.gelu(self.fc1(x)))
+        return apply_linear(self.fc2, F.gelu(apply_linear(self.fc1, x), approximate=GELUS[self.gelu]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overtone import reference
 from overtone.nn.attention import QKV, SpectralAttention
 from overtone.nn.filters import DeEscalation, FeatScale
-from overtone.nn.linear import Mlp, is_ordinary, is_plain
+from overtone.nn.linear import GELUS, Mlp, is_ordinary, is_plain
 from overtone.nn.norms import SignedLayerNorm
 from overtone.spectrum import KINDS, FixedSpectrum, SpectrumModule, folded
 from overtone.types import Spectrum
@@ -52,13 +52,15 @@ class PlainAttention(SpectralAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         values_0: Tensor | None = None,
+        sample_scale: Tensor | None = None,
         return_norms: bool = False,
     ) -> Any:
         query, key, value = qkv[:3]
         heads = self._heads(query, key, value, attn_mask, is_causal)
         if self.neutreno != 0 and values_0 is not None:
-            heads = heads + self.neutreno * (values_0 - value)
+            heads = heads + self.neutreno * (values_0 - value[:, :, value.shape[2] - values_0.shape[2] :])
         y = self.proj(heads.transpose(1, 2).flatten(2))
+        y = y if sample_scale is None else y * sample_scale.to(y.dtype)[:, None, None]
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 
@@ -126,10 +128,10 @@ class PlainMlp(Mlp):
 
     def __init__(self, mlp: Mlp) -> None:
         nn.Module.__init__(self)
-        self.fc1, self.fc2 = mlp.fc1, mlp.fc2
+        self.fc1, self.fc2, self.gelu = mlp.fc1, mlp.fc2, mlp.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(F.gelu(self.fc1(x), approximate=GELUS[self.gelu]))
 
 
 class PlainDeEscalation(DeEscalation):

@@ -12,7 +12,6 @@ A gradient of a gradient is taken through the reference.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from overtone import _transforms as transforms
 from overtone import _validate as validate
-from overtone import reference
-from overtone.backends import device_backend, select
+from overtone._precision import autocast_disabled
+from overtone.backends import default_backend, select
 from overtone.ops import registry
 from overtone.reference.attention import folded_attention as reference_attention
 from overtone.types import FrequencyNorms
@@ -53,9 +52,9 @@ def spectral_attention(
     residual + sample_scale · (concat_h(O_h) · diag(eigenvalues) · basis + bias), where O_h = gain_h A_h V_h + addend_h.
 
     bf16 and fp16 inputs are multiplied and summed in float32, and y is rounded once, at the end; the Triton kernels,
-    and on CPUs with AMX those of bf16, also round the softmax, the heads and diag(eigenvalues) · basis on their way into
-    matrix instructions, as PyTorch's fused attention does.
-    Under autocast query, key and value are cast to its dtype, and nothing else is: with a float32 residual y is float32.
+    and on CPUs with AMX those of bf16, also round the softmax, the heads and diag(eigenvalues) · basis on their way
+    into matrix instructions, as PyTorch's fused attention does.
+    Under autocast query, key and value are cast to its dtype, and nothing else: with a float32 residual y is float32.
 
     Args:
         query: [B, H, N, D], any strides.
@@ -179,7 +178,7 @@ def _attend_with_spectrum(qkv: QKV, eigenvalues: Tensor, basis: Tensor, **option
     inner_dim = qkv.query.shape[1] * qkv.query.shape[3]
     eigenvalues = validate.matching(_NAME, "eigenvalues", eigenvalues, (inner_dim,), qkv.query, wide=True)
     basis = validate.matching(_NAME, "basis", basis, (inner_dim, "E"), qkv.query, wide=True)
-    dtype = validate.statistics_dtype(qkv.query.dtype)
+    dtype = validate.accumulate_dtype(qkv.query.dtype)
     with transforms.without_autocast(qkv.query):
         weight = eigenvalues.to(dtype)[:, None] * basis.to(dtype)
     return _attend(qkv, weight, "basis", **options)
@@ -209,20 +208,20 @@ def _attend(
     scale = validate.optional_number(_NAME, "scale", scale)
     return_norms = validate.flag(_NAME, "return_norms", return_norms)
     if select(_NAME, backend, query) == "reference":
-        with _autocast_disabled(query):
+        with autocast_disabled(query):
             return reference_attention(
                 query, key, value, weight, bias=bias, residual=residual, sample_scale=sample_scale,
                 attn_mask=attn_mask, is_causal=is_causal, scale=scale, head_gain=head_gain, gain=gain, addend=addend,
                 return_norms=return_norms,
             )  # fmt: skip
-    dtype = validate.statistics_dtype(query.dtype)
+    dtype = validate.accumulate_dtype(query.dtype)
     bias, sample_scale, gain = (None if x is None else x.to(dtype).contiguous() for x in (bias, sample_scale, gain))
     scale = head_dim**-0.5 if scale is None else scale
     masking = Masking(_expand_mask(attn_mask, query, key, is_causal), is_causal, scale)
-    with _autocast_disabled(query):
+    with autocast_disabled(query):
         mixing = Mixing(gain, addend)
         if head_gain is not None:
-            mixing = _attn_scale(mixing, head_gain.to(dtype), _mean_of_values(value, attn_mask, is_causal, q_len))
+            mixing = _attn_scale(mixing, head_gain.to(dtype), mean_of_values(value, attn_mask, is_causal, q_len))
         mixing = Mixing(mixing.gain, None if mixing.addend is None else mixing.addend.expand(query.shape))
         return _run(qkv, Projection(weight, bias, residual, sample_scale), masking, mixing, return_norms)
 
@@ -236,10 +235,10 @@ def _attn_scale(mixing: Mixing, omega: Tensor, mean: Tensor) -> Mixing:
     return Mixing(gain, addend if mixing.addend is None else mixing.addend + addend)
 
 
-def _mean_of_values(value: Tensor, attn_mask: Tensor | None, is_causal: bool, q_len: int) -> Tensor:
-    """Π V, broadcastable to [B, H, N, D]: the mean over the keys that a row may attend to, in the accumulate dtype; zero
-    where there are none."""
-    value = value.to(validate.statistics_dtype(value.dtype))
+def mean_of_values(value: Tensor, attn_mask: Tensor | None, is_causal: bool, q_len: int) -> Tensor:
+    """Π V, broadcastable to [B, H, N, D], in the accumulate dtype: the mean over the keys that a row may attend to;
+    zero where there are none."""
+    value = value.to(validate.accumulate_dtype(value.dtype))
     kv_len = value.shape[2]
     if kv_len == 0 or (attn_mask is None and not is_causal):
         return value.sum(2, keepdim=True) / max(kv_len, 1)
@@ -278,7 +277,7 @@ def _run(qkv: QKV, projection: Projection, masking: Masking, mixing: Mixing, ret
 
 def _keeps_input_dtype(query: Tensor) -> bool:
     """Memory traffic is what GPUs are short of: there heads, grad_y and the norms' gradient are in query's dtype."""
-    return device_backend(query) == "triton"
+    return default_backend(query) == "triton"
 
 
 def _expand_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
@@ -286,7 +285,7 @@ def _expand_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor, is_causal
     if attn_mask is None:
         return None
     if attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(validate.statistics_dtype(query.dtype))
+        attn_mask = attn_mask.to(validate.accumulate_dtype(query.dtype))
         if _keeps_input_dtype(query):
             attn_mask = _lowered_bias(attn_mask, is_causal, query.shape[2])
     return attn_mask.expand(*query.shape[:3], key.shape[2])
@@ -317,14 +316,6 @@ def _autocast(x: Any) -> Any:
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return x
     return x.to(torch.get_autocast_dtype(device))
-
-
-def _autocast_disabled(tensor: Tensor) -> AbstractContextManager:
-    """Keeps autocast from narrowing products of what is in the accumulate dtype."""
-    device = tensor.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 _GRADIENTS = ("query", "key", "value", "weight", "attn_mask", "gain", "addend")
@@ -359,7 +350,7 @@ def _qkvpacked(schema: str) -> str:
 def _fake(query, key, value, weight, bias, residual, sample_scale, attn_mask, gain, addend, is_causal, scale,
           return_norms, return_unrounded, save_for_backward):  # fmt: skip
     batch, num_heads, q_len, head_dim = query.shape
-    dtype = validate.statistics_dtype(query.dtype)
+    dtype = validate.accumulate_dtype(query.dtype)
 
     def empty(wanted: bool, *shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return query.new_empty(shape if wanted else (0,), dtype=dtype)
@@ -387,16 +378,16 @@ def _fake_heads(x: Tensor, is_wanted: int) -> Tensor:
 def _fake_grad_addend(query: Tensor, is_wanted: int) -> Tensor:
     """∂O, as it comes from the projection: [B, N, H, D]."""
     if not is_wanted:
-        return query.new_empty(0, dtype=validate.statistics_dtype(query.dtype))
+        return query.new_empty(0, dtype=validate.accumulate_dtype(query.dtype))
     batch, num_heads, q_len, head_dim = query.shape
-    dtype = query.dtype if _keeps_input_dtype(query) else validate.statistics_dtype(query.dtype)
+    dtype = query.dtype if _keeps_input_dtype(query) else validate.accumulate_dtype(query.dtype)
     return query.new_empty(batch, q_len, num_heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
 def _fake_backward(
     grad_y, query, key, value, weight, attn_mask, gain, addend, is_causal, scale, attn_out, softmax_stats, output_mask
 ):
-    dtype = validate.statistics_dtype(query.dtype)
+    dtype = validate.accumulate_dtype(query.dtype)
     is_wanted = [output_mask >> bit & 1 for bit in range(len(_GRADIENTS))]
     shapes = (weight.shape, (*query.shape[:3], key.shape[2]), query.shape[1:2])
     return (
@@ -409,22 +400,9 @@ def _fake_backward(
     )
 
 
-def _qkvpacked_forward(qkv, *rest):
-    return torch.ops.overtone.spectral_attention(*unpack_qkv(qkv), *rest)
-
-
 def _fake_qkvpacked_backward(grad_y, qkv, *rest):
     _, _, _, *others = _fake_backward(grad_y, *unpack_qkv(qkv), *rest)
     return qkv.new_empty(qkv.shape if rest[-1] & 7 else (0,)), *others
-
-
-registry.define(_FORWARD, fake=_fake, triton="attention.launch.forward")
-registry.define(_BACKWARD, fake=_fake_backward, triton="attention.launch.backward")
-registry.define(_qkvpacked(_FORWARD), fake=lambda qkv, *rest: _fake(*unpack_qkv(qkv), *rest))
-registry.LIBRARY.impl("spectral_attention_qkvpacked", _qkvpacked_forward, "CompositeExplicitAutograd")
-registry.define(
-    _qkvpacked(_BACKWARD), fake=_fake_qkvpacked_backward, triton="attention.launch.backward_qkvpacked"
-)  # fmt: skip
 
 
 class _Saved(NamedTuple):
@@ -475,7 +453,7 @@ def _backward(ctx, grad_y, grad_low, grad_high, _grad_attn_out, _grad_softmax_st
     grad = _grad_of_y(saved, grad_y, grad_norms)
     projection, (attn_mask, *causal_and_scale) = saved.projection, saved.masking
     scaled = grad if projection.sample_scale is None else grad * projection.sample_scale.to(grad.dtype)[:, None, None]
-    *need_operands, need_weight, need_bias, need_residual, _, need_mask, need_gain, need_addend = ctx.needs_input_grad[:-5]
+    *need_operands, need_weight, need_bias, need_residual, _, need_mask, need_gain, need_addend = _needs(ctx)
     wanted = (*need_operands, need_weight, need_mask, need_gain, need_addend)
     grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if any(wanted):
@@ -496,13 +474,17 @@ def _backward(ctx, grad_y, grad_low, grad_high, _grad_attn_out, _grad_softmax_st
     return *dgiven, dweight, dbias, dresidual, None, dmask, dgain, daddend, *(None,) * 5
 
 
-def _grad_of_y(saved: _Saved, grad_y: Tensor | None, grad_norms: tuple[Tensor | None, Tensor | None] | None) -> Tensor:
+def _needs(ctx) -> tuple[bool, ...]:
+    """Which tensors need a gradient, in the order of the schema."""
+    return ctx.needs_input_grad[:-5]
+
+
+def _grad_of_y(saved: _Saved, grad_y, grad_norms: tuple[Tensor | None, Tensor | None] | None) -> Tensor:
     """∂L/∂y: what comes from y itself, and what comes from its norms."""
     if grad_y is not None:
         keeps_dtype = _keeps_input_dtype(grad_y)
         grad_y = (grad_y if keeps_dtype else grad_y.to(saved.attn_out.dtype)).contiguous()
     if grad_norms is None:
-        assert grad_y is not None
         return grad_y
     low, high = (
         torch.zeros_like(norm) if g is None else g.contiguous() for g, norm in zip(grad_norms, saved.norms, strict=True)
@@ -531,7 +513,9 @@ def _double_backward(ctx, saved: _Saved, grad_y, grad_low, grad_high) -> tuple[T
 
     grad_y = None if grad_y is None else grad_y.to(dtype)
     grads = tuple(g for g in (grad_y, grad_low, grad_high) if g is not None)
-    results = dict(zip(named, registry.differentiable_gradient(outputs, tuple(named.values()), grads), strict=True))
+    results = dict(
+        zip(named, registry.double_backward_via_reference(outputs, tuple(named.values()), grads), strict=True)
+    )
     if ctx.residual_dtype is not None and projection.residual is None:
         results["residual"] = grad_y.to(ctx.residual_dtype)
     names = (*operand_names, "weight", "bias", "residual", "sample_scale", "attn_mask", "gain", "addend")
@@ -540,7 +524,7 @@ def _double_backward(ctx, saved: _Saved, grad_y, grad_low, grad_high) -> tuple[T
 
 def _by_reference(query, key, value, weight, bias, residual, sample_scale, attn_mask, gain, addend, is_causal, scale,
                   return_norms, return_unrounded, save_for_backward):  # fmt: skip
-    dtype = validate.statistics_dtype(query.dtype)
+    dtype = validate.accumulate_dtype(query.dtype)
     y, norms = reference_attention(
         *(x.to(dtype) for x in (query, key, value, weight)), bias=bias, residual=residual, sample_scale=sample_scale,
         attn_mask=attn_mask, is_causal=is_causal, scale=scale, gain=gain, addend=addend, return_norms=True,
@@ -551,21 +535,31 @@ def _by_reference(query, key, value, weight, bias, residual, sample_scale, attn_
     return y if return_unrounded else y.to(query.dtype), *norms, nothing, nothing
 
 
-registry.differentiable(
-    "spectral_attention",
-    setup=_save,
-    backward=_backward,
-    reference=_by_reference,
-    batched=(0, 1, 2, 5, 6, 7, 9),
-    merges=True,
-    contiguous=(4, 6, 8),
+registry.register(
+    registry.Op(
+        schema=_FORWARD,
+        fake=_fake,
+        triton="attention.launch.forward",
+        save=_save,
+        backward=_backward,
+        reference=_by_reference,
+        vmap=registry.Vmap(batched=(0, 1, 2, 5, 6, 7, 9), merges=True, contiguous=(4, 6, 8)),
+    )
 )
-registry.differentiable(
-    "spectral_attention_qkvpacked",
-    setup=_save,
-    backward=_backward,
-    reference=lambda qkv, *rest: _by_reference(*unpack_qkv(qkv), *rest),
-    batched=(0, 3, 4, 5, 7),
-    merges=True,
-    contiguous=(2, 4, 6),
+registry.register(
+    registry.Op(
+        schema=_qkvpacked(_FORWARD),
+        fake=lambda qkv, *rest: _fake(*unpack_qkv(qkv), *rest),
+        composite=lambda qkv, *rest: torch.ops.overtone.spectral_attention(*unpack_qkv(qkv), *rest),
+        save=_save,
+        backward=_backward,
+        reference=lambda qkv, *rest: _by_reference(*unpack_qkv(qkv), *rest),
+        vmap=registry.Vmap(batched=(0, 3, 4, 5, 7), merges=True, contiguous=(2, 4, 6)),
+    )
+)
+registry.register(registry.Op(schema=_BACKWARD, fake=_fake_backward, triton="attention.launch.backward"))
+registry.register(
+    registry.Op(
+        schema=_qkvpacked(_BACKWARD), fake=_fake_qkvpacked_backward, triton="attention.launch.backward_qkvpacked"
+    )
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,8 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import registry
-from overtone.ops.linalg.inverse import invert
+from overtone.ops.linalg import batched
+from overtone.ops.linalg.inverse import inverse_ex
 
 __all__ = ["BasisCache", "inverse_basis", "orthonormal_basis"]
 
@@ -59,7 +61,7 @@ class BasisCache:
     def __reduce__(self):
         return BasisCache, ()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Factorise anew at the next call."""
         self._entries.clear()
 
@@ -103,31 +105,34 @@ def inverse_basis(v: Tensor, max_condition: float, cache: BasisCache) -> Tensor:
 
 
 def _orthonormal(theta: Tensor, cache: str) -> tuple[Tensor, Tensor]:
-    backend = select("qr", None, theta)
+    backend = select("orthonormal_basis", None, theta)
     known = BasisCache.find(cache, "orthonormal", theta, (backend,))
     if known is not None:
         return known[0], known[1]
     if backend == "reference":
         q, r = reference.linalg.qr(theta)
+    elif backend == "cuda":
+        q, r = batched.orthonormal(theta)
     else:
-        q, r, _ = torch.ops.overtone.qr_raising(theta, False, True, "orthonormal_basis")
+        q, r, _ = torch.ops.overtone.qr(theta, False, True, "orthonormal_basis")
     BasisCache.store(cache, "orthonormal", theta, (backend,), (q, r))
     return q, r
 
 
 def _inverse(v: Tensor, max_condition: float, cache: str) -> Tensor:
-    backend = select("compose_general", None, v)
+    backend = select("inverse", None, v)
     known = BasisCache.find(cache, "inverse", v, (backend, max_condition))
     if known is not None:
         return known[0]
-    inverse = _checked_inverse(reference.linalg.inverse if backend == "reference" else invert, v, max_condition)
+    inverse = _checked_inverse(partial(inverse_ex, backend=backend), v, max_condition)
     BasisCache.store(cache, "inverse", v, (backend, max_condition), (inverse,))
     return inverse
 
 
-def _checked_inverse(invert: Callable, v: Tensor, max_condition: float) -> Tensor:
+def _checked_inverse(solve: Callable, v: Tensor, max_condition: float) -> Tensor:
     _raise_unless(v.detach().isfinite().all(-1).all(-1), lambda _: "is not finite")
-    inverse = invert(v)
+    inverse, info = solve(v)
+    _raise_unless(info == 0, lambda _: "has no inverse: it is singular")
     condition = torch.linalg.matrix_norm(v.detach(), 1) * torch.linalg.matrix_norm(inverse.detach(), 1)
     condition = transforms.beneath(condition)
     _raise_unless(condition <= max_condition, lambda first: _too_large(condition[first].item(), max_condition))
@@ -156,18 +161,6 @@ def _fake_inverse(v, max_condition, cache):
     return v.new_empty(v.shape)
 
 
-# Not "define": there is one implementation, in Python, for every device.
-def _define(schema: str, implementation, fake) -> None:
-    name = schema.partition("(")[0]
-    registry.LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    registry.LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"overtone::{name}", fake, lib=registry.LIBRARY)
-
-
-_define("orthonormal_basis(Tensor theta, str cache) -> (Tensor q, Tensor r)", _orthonormal, _fake_orthonormal)
-_define("inverse_basis(Tensor v, float max_condition, str cache) -> Tensor inverse", _inverse, _fake_inverse)
-
-
 def _save_orthonormal(ctx, inputs, output) -> None:
     theta, _ = inputs
     q, r = output
@@ -181,8 +174,8 @@ def _orthonormal_backward(ctx, grad_q, _grad_r):
     if grad_q is None:
         return None, None
     if transforms.open_for(grad_q):
-        return (*registry.differentiable_gradient(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
-    if select("qr", None, theta) != "reference":
+        return (*registry.double_backward_via_reference(lambda x: reference.linalg.qr(x).Q, (theta,), (grad_q,)), None)
+    if select("orthonormal_basis", None, theta) != "reference":
         return torch.ops.overtone.qr_backward(grad_q, None, q, r), None
     with torch.autocast(theta.device.type, enabled=False):
         m = -grad_q.mT @ q
@@ -198,21 +191,35 @@ def _inverse_backward(ctx, grad):
     v, inverse = ctx.saved_tensors
     with torch.autocast(v.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return (*registry.differentiable_gradient(reference.linalg.inverse, (v,), (grad,)), None, None)
+            return (
+                *registry.double_backward_via_reference(
+                    lambda v: reference.linalg.inverse_ex(v).inverse, (v,), (grad,)
+                ),
+                None,
+                None,
+            )
         return -inverse.mT @ grad @ inverse.mT, None, None
 
 
-registry.differentiable(
-    "orthonormal_basis",
-    setup=_save_orthonormal,
-    backward=_orthonormal_backward,
-    reference=lambda theta, _: tuple(reference.linalg.qr(theta)),
-    batched=(0,),
+registry.register(
+    registry.Op(
+        schema="orthonormal_basis(Tensor theta, str cache) -> (Tensor q, Tensor r)",
+        fake=_fake_orthonormal,
+        composite=_orthonormal,
+        save=_save_orthonormal,
+        backward=_orthonormal_backward,
+        reference=lambda theta, _: tuple(reference.linalg.qr(theta)),
+        vmap=registry.Vmap(batched=(0,)),
+    )
 )
-registry.differentiable(
-    "inverse_basis",
-    setup=_save_inverse,
-    backward=_inverse_backward,
-    reference=lambda v, max_condition, _: _checked_inverse(reference.linalg.inverse, v, max_condition),
-    batched=(0,),
+registry.register(
+    registry.Op(
+        schema="inverse_basis(Tensor v, float max_condition, str cache) -> Tensor inverse",
+        fake=_fake_inverse,
+        composite=_inverse,
+        save=_save_inverse,
+        backward=_inverse_backward,
+        reference=lambda v, max_condition, _: _checked_inverse(reference.linalg.inverse_ex, v, max_condition),
+        vmap=registry.Vmap(batched=(0,)),
+    )
 )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from overtone import _validate as validate
+from overtone._precision import autocast_disabled, products_are_short
 from overtone.backends import select
 from overtone.reference.dominance import (
     Dominance,
@@ -42,7 +43,6 @@ from overtone.reference.enclosures import (
     Solver,
     frobenius,
     powers,
-    products_are_short,
     reference_solver,
 )
 
@@ -80,7 +80,7 @@ def dominance(
         raise ValueError(f"dominance: attention: got {validate.describe(attention)}, wanted {wanted}")
     shape = torch.broadcast_shapes(attention.shape[:-2], spectrum.values.shape[:-1])
     cases = _Cases(attention, spectrum, shape, is_causal)
-    with torch.autocast(attention.device.type, enabled=False):
+    with autocast_disabled(attention):
         if is_causal or attention.shape[-1] == 1:
             cases.decide(_from_diagonal)
         else:

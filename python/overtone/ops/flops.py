@@ -109,8 +109,8 @@ def _orthonormal(theta, *_) -> int:
     return _qr(theta, False, True)
 
 
-def _inverse(v, *_) -> int:
-    return _orthonormal(v) + _cubes(v, 1)  # R⁻¹ Qᵀ by substitution
+def _inverse(A, *_) -> int:
+    return _cubes(A, 2)  # LU and two substitutions
 
 
 FORMULAS: dict[str, Callable[..., int]] = {
@@ -129,15 +129,13 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "eig": _eig,
     "eig_ex": _eig,
     "eig_gradient": _eig_gradient,
+    "qr_ex": _qr,
     "qr": _qr,
-    "qr_raising": _qr,
     "qr_backward": _qr_backward,
     "orthonormal_basis": _orthonormal,
+    "inverse": _inverse,
+    "inverse_ex": _inverse,
     "inverse_basis": _inverse,
-    "compose_symmetric": lambda theta, *_: _orthonormal(theta) + _cubes(theta, 2),
-    "compose_symmetric_backward": lambda grad, *_: _cubes(grad, 6 + 1),
-    "compose_general": lambda v, *_: _inverse(v) + _cubes(v, 2),
-    "compose_general_backward": lambda grad, *_: _cubes(grad, 6),
 }
 
 # Sums and scalings of tokens, which the mode does not count.

@@ -91,7 +91,7 @@ def de_escalate(
 
 
 def _fake_norms(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = validate.statistics_dtype(x.dtype)
+    dtype = validate.accumulate_dtype(x.dtype)
     return x.new_empty(x.shape[:-2], dtype=dtype), x.new_empty(x.shape[:-2], dtype=dtype)
 
 
@@ -104,36 +104,10 @@ def _fake_filter(x, low, high, mask, is_causal) -> Tensor:
 
 
 def _fake_filter_backward(grad_y, x, low, high, mask, is_causal, need_x) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = validate.statistics_dtype(grad_y.dtype)
+    dtype = validate.accumulate_dtype(grad_y.dtype)
     gains = low.shape if x is not None else (0,)
     grad_x = grad_y.new_empty(grad_y.shape if need_x else (0,))
     return grad_x, grad_y.new_empty(gains, dtype=dtype), grad_y.new_empty(gains, dtype=dtype)
-
-
-registry.define(
-    "frequency_norms(Tensor x, Tensor? mask) -> (Tensor low, Tensor high)",
-    fake=_fake_norms,
-    triton="frequency.launch.norms",
-)
-# addend: another gradient of x, contiguous and of its dtype, that is added.
-registry.define(
-    "frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high, Tensor? mask,"
-    " Tensor? addend) -> Tensor grad_x",
-    fake=_fake_norms_backward,
-    triton="frequency.launch.norms_backward",
-)
-registry.define(
-    "frequency_filter(Tensor x, Tensor low, Tensor high, Tensor? mask, bool is_causal) -> Tensor y",
-    fake=_fake_filter,
-    triton="frequency.launch.filter",
-)
-# Without x the gains' gradients are not wanted, without need_x the tokens' is not: what is not wanted comes back empty.
-registry.define(
-    "frequency_filter_backward(Tensor grad_y, Tensor? x, Tensor low, Tensor high, Tensor? mask, bool is_causal,"
-    " bool need_x) -> (Tensor grad_x, Tensor grad_low, Tensor grad_high)",
-    fake=_fake_filter_backward,
-    triton="frequency.launch.filter_backward",
-)
 
 
 def _save_norms(ctx, inputs, output) -> None:
@@ -144,7 +118,7 @@ def _save_norms(ctx, inputs, output) -> None:
 def _norms_backward(ctx, grad_low: Tensor, grad_high: Tensor):
     x, mask, low, high = ctx.saved_tensors
     if transforms.open_for(grad_low, grad_high):
-        return registry.differentiable_gradient(
+        return registry.double_backward_via_reference(
             lambda x: reference.frequency_norms(x, mask=mask), (x,), (grad_low, grad_high)
         ) + (None,)
     grads = grad_low.contiguous(), grad_high.contiguous()
@@ -174,7 +148,7 @@ def _differentiable_filter_backward(ctx, grad_y: Tensor):
     x, low, high, mask = ctx.saved_tensors
     # Where no gain needs a gradient x was not saved; the filter being linear, any x gives the same gradient.
     x = torch.zeros_like(grad_y) if x is None else x
-    grads = registry.differentiable_gradient(
+    grads = registry.double_backward_via_reference(
         lambda x, low, high: reference.frequency_filter(x, low, high, mask=mask, is_causal=ctx.is_causal),
         (x, low, high),
         (grad_y,),
@@ -182,19 +156,46 @@ def _differentiable_filter_backward(ctx, grad_y: Tensor):
     return *(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None, None
 
 
-registry.differentiable(
-    "frequency_norms",
-    setup=_save_norms,
-    backward=_norms_backward,
-    reference=lambda x, mask: tuple(reference.frequency_norms(x, mask=mask)),
-    batched=(0, 1),
+registry.register(
+    registry.Op(
+        schema="frequency_norms(Tensor x, Tensor? mask) -> (Tensor low, Tensor high)",
+        fake=_fake_norms,
+        triton="frequency.launch.norms",
+        save=_save_norms,
+        backward=_norms_backward,
+        reference=lambda x, mask: tuple(reference.frequency_norms(x, mask=mask)),
+        vmap=registry.Vmap(batched=(0, 1)),
+    )
 )
-registry.differentiable(
-    "frequency_filter",
-    setup=_save_filter,
-    backward=_filter_backward,
-    reference=lambda x, low, high, mask, is_causal: reference.frequency_filter(
-        x, low, high, mask=mask, is_causal=is_causal
-    ),
-    batched=(0, 3),
+# addend: another gradient of x, contiguous and of its dtype, that is added.
+registry.register(
+    registry.Op(
+        schema="frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Tensor low, Tensor high,"
+        " Tensor? mask, Tensor? addend) -> Tensor grad_x",
+        fake=_fake_norms_backward,
+        triton="frequency.launch.norms_backward",
+    )
+)
+registry.register(
+    registry.Op(
+        schema="frequency_filter(Tensor x, Tensor low, Tensor high, Tensor? mask, bool is_causal) -> Tensor y",
+        fake=_fake_filter,
+        triton="frequency.launch.filter",
+        save=_save_filter,
+        backward=_filter_backward,
+        reference=lambda x, low, high, mask, is_causal: reference.frequency_filter(
+            x, low, high, mask=mask, is_causal=is_causal
+        ),
+        vmap=registry.Vmap(batched=(0, 3)),
+    )
+)
+registry.register(
+    registry.Op(
+        # Without x the gains' gradients are not wanted, without need_x the tokens' is not: what is not wanted comes
+        # back empty.
+        schema="frequency_filter_backward(Tensor grad_y, Tensor? x, Tensor low, Tensor high, Tensor? mask,"
+        " bool is_causal, bool need_x) -> (Tensor grad_x, Tensor grad_low, Tensor grad_high)",
+        fake=_fake_filter_backward,
+        triton="frequency.launch.filter_backward",
+    )
 )

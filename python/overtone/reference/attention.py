@@ -40,11 +40,12 @@ def spectral_attention(
     sample_scale: Tensor | None = None,
     return_norms: bool = False,
 ) -> Tensor | tuple[Tensor, FrequencyNorms]:
-    """residual + sample_scale · (concat_h(O_h) · diag(eigenvalues) · basis + bias), where O_h = gain_h A_h V_h + addend_h:
+    """residual + sample_scale · (concat_h(O_h) · diag(eigenvalues) · basis + bias), O_h = gain_h A_h V_h + addend_h.
+
     [B, H, N, D] and [B, H, M, D] twice -> [B, N, E], in the wider of query's and residual's dtypes.
 
-    head_gain is AttnScale's ω: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages over the keys a row may attend to. So
-    the rows of A still sum to one, a causal row sees no later key, and a fully masked row stays zero.
+    head_gain is AttnScale's ω: A_h becomes (1 + ω_h)·A_h − ω_h·Π, where Π averages over the keys a row may attend to.
+    The rows of A still sum to one, a causal row sees no later key, and a fully masked row stays zero.
     """
     return folded_attention(
         query, key, value, _widen(eigenvalues)[:, None] * _widen(basis), bias=bias, residual=residual,

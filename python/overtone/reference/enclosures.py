@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overtone.reference.linalg import eig_ex, inverse
+from overtone.reference.linalg import eig_ex, inverse_ex
 
 EPS = torch.finfo(torch.float64).eps
 TINY = torch.finfo(torch.float64).tiny
@@ -107,17 +107,6 @@ def powers(matrix: Tensor, error: Tensor) -> Iterator[Power]:
         size, exponent = frobenius(matrix), 2 * exponent
 
 
-def products_are_short() -> bool:
-    """Whether torch may compute products of float32 matrices in fewer bits.
-
-    Not get_float32_matmul_precision, which raises once the newer settings are used.
-    """
-    backends = torch.backends
-    by_mkldnn = backends.mkldnn.matmul  # type: ignore[attr-defined]
-    settings = (backends, backends.mkldnn, by_mkldnn, backends.cuda.matmul)
-    return any(setting.fp32_precision not in ("none", "ieee") for setting in settings)
-
-
 def on_mean_zero(matrix: Tensor) -> Tensor:
     """QᵀMQ, [..., n − 1, n − 1], Q an orthonormal basis of vectors of mean zero; off by (n + 8) ε ‖M‖_F at most.
 
@@ -144,7 +133,7 @@ def size_of_moduli(matrix: Tensor) -> Tensor:
 
 def reference_solver(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values, vectors, _ = eig_ex(matrix + _noise(matrix))
-    return values, vectors, inverse(vectors).mH
+    return values, vectors, inverse_ex(vectors).inverse.mH
 
 
 def _noise(matrix: Tensor) -> Tensor:
@@ -177,7 +166,7 @@ def _inverse_to_rounding(right: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     suspect = ~(off.amax(-1) < 0.5)
     if suspect.any():
         left, off = left.clone(), off.clone()
-        left[suspect] = inverse(right[suspect]).mH
+        left[suspect] = inverse_ex(right[suspect]).inverse.mH
         off[suspect] = _distance_from_inverse(right[suspect], left[suspect])
     return left, off
 

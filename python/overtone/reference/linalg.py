@@ -55,6 +55,11 @@ class QRResult(NamedTuple):
     R: Tensor
 
 
+class InverseExResult(NamedTuple):
+    inverse: Tensor
+    info: Tensor
+
+
 class QRExResult(NamedTuple):
     Q: Tensor
     R: Tensor
@@ -84,13 +89,22 @@ def eigvals(A: Tensor, *, row_stochastic: bool = False) -> Tensor:
     return _checked("eigvals", eigvals_ex(A, row_stochastic=row_stochastic))[0]
 
 
-def inverse(matrix: Tensor) -> Tensor:
-    """R⁻¹ Qᴴ; entries are not finite where it is singular.
+def inverse(A: Tensor) -> Tensor:
+    """A⁻¹ of invertible matrices."""
+    return _checked("inverse", inverse_ex(A))[0]
+
+
+def inverse_ex(A: Tensor) -> InverseExResult:
+    """R⁻¹ Qᴴ.
 
     Not torch.linalg.inv: MKL's LU was seen to hang, and to give pivots out of range, on two threads.
     """
-    q, r = torch.linalg.qr(matrix)
-    return torch.linalg.solve_triangular(r, q.mH, upper=True)
+    A = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
+    failed = ~A.detach().isfinite().all(-1).all(-1)
+    q, r = torch.linalg.qr(torch.where(failed[..., None, None], 0, A))
+    inverse = torch.linalg.solve_triangular(r, q.mH, upper=True)
+    failed = failed | ~inverse.detach().isfinite().all(-1).all(-1)
+    return InverseExResult(_poison(inverse, failed), failed.to(torch.int32))
 
 
 def qr(A: Tensor, mode: str = "reduced") -> QRResult:
@@ -322,8 +336,9 @@ def raise_unsolved(function: str, info: Tensor) -> None:
     if not readable(info) or not info.any():
         return
     _raise_for(function, info == NOT_STOCHASTIC, "has rows that do not sum to one, as row_stochastic promises")
-    is_iteration = function != "qr"
-    causes = "is not finite, did not converge" if is_iteration else "is not finite"
+    if function == "inverse":
+        _raise_for(function, info != 0, "is singular or not finite")
+    causes = "is not finite" if function == "qr" else "is not finite, did not converge"
     _raise_for(function, info != 0, f"{causes} or has results beyond the largest number")
 
 

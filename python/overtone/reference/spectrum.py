@@ -37,17 +37,6 @@ def compose(spectrum: Spectrum) -> Tensor:
     return (spectrum.basis_in * spectrum.eigenvalues[..., None, :]) @ spectrum.basis_out
 
 
-def compose_symmetric(theta: Tensor, eigenvalues: Tensor) -> Tensor:
-    """Q diag(λ) Qᵀ with Q the orthonormal factor of theta."""
-    q = qr(theta).Q
-    return compose(Spectrum(q, eigenvalues, q.mT))
-
-
-def compose_general(v: Tensor, eigenvalues: Tensor) -> Tensor:
-    """V diag(λ) V⁻¹."""
-    return compose(Spectrum(v, eigenvalues, inverse(v)))
-
-
 def _sign(regime: str) -> int:
     if regime not in SIGNS:
         raise ValueError(f"regime: got {regime!r}, wanted one of {', '.join(map(repr, SIGNS))}")

@@ -149,6 +149,26 @@ def ratio_bars(name: str, title: str, ratios: Mapping[str, float], *, x: str, al
         return _finish(canvas, name, title, alt)
 
 
+def intervals(name: str, title: str, rows: Mapping[str, tuple[float, float, float]], *, x: str, alt: str) -> Figure:
+    """A dot per row with the interval it is known to: (value, low, high), low and high NaN where it is not known.
+
+    Those above zero are blue, those below it orange, those whose interval holds it gray.
+    """
+    with _style():
+        canvas, axes = _canvas(height=0.8 + 0.2 * max(1, len(rows)))
+        for place, (value, low, high) in enumerate(rows.values()):
+            color = SHARPEN if low > 0 else SMOOTH if high < 0 else UNDECIDED
+            if low <= high:
+                axes.plot([low, high], [place, place], color=color, linewidth=2)
+            axes.plot([value], [place], "o", color=color, markersize=4)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=7)
+        axes.set(xlabel=x)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        return _finish(canvas, name, title, alt)
+
+
 def heat_map(
     name: str, title: str, values: np.ndarray, *, x: str, y: str, bar: str, alt: str, diverging: bool = False
 ) -> Figure:

@@ -8,5 +8,5 @@
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
 
-from overtone.study.plan import REGIMES, Plan, Run
+from overtone.study.plan import OPTIONAL_PARTS, PARTS, REGIMES, Plan, Run
 from overtone.study.study import StudyResult, study

@@ -10,9 +10,11 @@ from overtone.analysis import METRICS
 from overtone.report import figures as draw
 from overtone.report.figures import COLORS, Curve, Figure
 from overtone.study import papers
+from overtone.study.comparisons import chosen
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
 from overtone.study.plan import FRACTIONS, REGIMES
-from overtone.study.results import MeanStd, Results, share_of
+from overtone.study.results import Results, share_of
+from overtone.study.stats import MeanStd
 from overtone.training import load_data
 
 
@@ -29,7 +31,8 @@ def all_figures(results: Results) -> dict[str, Figure]:
         similarity(results),
         de_escalation(results),
     ]
-    return {figure.name: figure for figure in figures}
+    others = {name: figure for module in chosen(results) for name, figure in module.figures(results).items()}
+    return {figure.name: figure for figure in figures} | others
 
 
 def dominance(results: Results) -> Figure:

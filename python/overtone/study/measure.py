@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from overtone.analysis import METRICS, analyze
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
+from overtone.study.escalation import block_measures
 from overtone.training import Data, DataInfo, build_model, load_data, load_model
 from overtone.training.config import TrainConfig
 
@@ -21,16 +24,44 @@ def settings(images: int) -> Measures:
     return {"images": images, "corruptions": {kind: list(values) for kind, values in STRENGTHS.items()}}
 
 
+def measure(
+    part: str, folder: str, config: TrainConfig, history: Sequence[dict], images: int, device: torch.device
+) -> Measures:
+    """What a part of the study wants to know of the trained run in a folder."""
+    if part == "regimes":
+        return measure_trained(folder, config, images, device) if config.fraction == 1 else {}
+    data = load_data(config)
+    pixels, labels = _analyzed(data, images)
+    trained = load_model(folder).to(device)
+    if part == "depth":
+        start = build_model(config, data.info).to(device)
+        return {
+            "init": block_measures(start, pixels.to(device), labels.to(device)),
+            "trained": block_measures(trained, pixels.to(device), labels.to(device)),
+        }
+    return {
+        "step_seconds": statistics.median(row["seconds"] for row in history) / (history[-1]["step"] / len(history)),
+        "conditions": [row["condition"] for row in history if "condition" in row],
+        "trained": model_measures(trained, pixels),
+    }
+
+
 def measure_trained(folder: str, config: TrainConfig, images: int, device: torch.device) -> Measures:
     """Accuracy under corruptions, and tokens, dominance and spectra before and after training."""
     data = load_data(config)
     trained = load_model(folder).to(device)
-    analysed = data.info.normalise(data.test.images(torch.arange(min(images, len(data.test.labels)))))
+    pixels, _ = _analyzed(data, images)
     return {
         "corrupted": corrupted_accuracy(trained, data, device),
-        "init": model_measures(build_model(config, data.info).to(device), analysed),
-        "trained": model_measures(trained, analysed),
+        "init": model_measures(build_model(config, data.info).to(device), pixels),
+        "trained": model_measures(trained, pixels),
     }
+
+
+def _analyzed(data: Data, images: int) -> tuple[Tensor, Tensor]:
+    """The test images whose tokens are looked at, as the model takes them, and their labels."""
+    first = torch.arange(min(images, len(data.test.labels)))
+    return data.info.normalise(data.test.images(first)), data.test.labels[first]
 
 
 def corrupted_accuracy(model: nn.Module, data: Data, device: torch.device) -> dict[str, list[float]]:

@@ -1,13 +1,13 @@
-"""What a study trains: every regime with every seed, on all and on parts of the data."""
+"""What a study trains: its comparisons, each a list of variants, every one with every seed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from overtone.models import METHODS
 from overtone.training import ConfigError, TrainConfig, resolved
 
 # As the papers write them: + has positive eigenvalues and smooths, − has negative ones and sharpens.
@@ -15,34 +15,53 @@ REGIMES = {"free": "ViT", "smooth": "ViT⁺", "sharpen": "ViT⁻"}
 
 FRACTIONS = (1.0, 0.5, 0.1)
 
-# Per data set: what differs from TrainConfig's defaults.
+# What `make study` compares besides the regimes, and what is compared when asked for.
+PARTS = ("depth", "kinds")
+OPTIONAL_PARTS = ("methods",)
+
+DEPTHS = (6, 12, 24)
+TAUS = (0.1, 0.5, 1.0)
+
+# Per data set: what differs from TrainConfig's defaults. Chosen on a validation split of the training images
+# (evaluate_on="validation"), by the runs that docs/guides/study.md lists; no test image was looked at.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
         "dim": 48, "heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3, "warmup": 1.0,
         "position_std": 0.3, "eigenvalue_size": 0.4, "shift": 0,
     },
+    "cifar10": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
     "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
 }  # fmt: skip
-QUICK = {"dim": 32, "heads": 2, "depth": 4, "epochs": 2, "warmup": 0.5}
+QUICK = {"dim": 32, "heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "warmup": 0.5}
+
+# β of mimetic initialization: the usual one, and the size at which the spectra of the digits' recipe start.
+MIMETIC = (0.05, 0.4)
 
 
 class Run(NamedTuple):
-    """One training of the study."""
+    """One training of the study, as a comparison needs it. Comparisons may share a training."""
 
-    regime: str
-    fraction: float
+    part: str
+    variant: str  # its name in tables
     seed: int
     config: TrainConfig
 
     @property
     def folder_name(self) -> str:
         """Says what it is, and ends with a hash of everything that decides the result: another plan, another folder."""
-        decisive = {f.name: getattr(self.config, f.name) for f in fields(self.config) if not f.metadata["neutral"]}
-        digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-        return f"{self.regime}-{100 * self.fraction:g}-seed{self.seed}-{digest[:8]}"
+        config = self.config
+        words = "mixed" if "," in config.regime else config.regime
+        share = f"{100 * config.fraction:g}"
+        return f"{words}-{config.depth}-layers-{share}-seed{self.seed}-{config.digest()[:8]}"
+
+    @property
+    def work(self) -> float:
+        """What it costs, in layers times epochs of all images."""
+        return self.config.depth * self.config.epochs * self.config.fraction
 
     def __str__(self) -> str:
-        return f"{REGIMES[self.regime]}, {100 * self.fraction:g} % of the data, seed {self.seed}"
+        share = "" if self.config.fraction == 1 else f", {100 * self.config.fraction:g} % of the data"
+        return f"{self.variant}, {self.config.depth} layers{share}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -51,8 +70,11 @@ class Plan:
 
     config: TrainConfig  # of the free model on all data, seed 0
     seeds: int = 3
-    images: int = 32  # test images whose tokens and attention are analysed
+    images: int = 32  # test images whose tokens and attention are analyzed
     quick: bool = False
+    parts: tuple[str, ...] = ("regimes", *PARTS)
+    depths: tuple[int, ...] = DEPTHS
+    methods: tuple[str, ...] = tuple(METHODS)
 
     @classmethod
     def of(
@@ -63,32 +85,93 @@ class Plan:
         seeds: int | None = None,
         epochs: int | None = None,
         quick: bool = False,
+        parts: Sequence[str] = PARTS,
+        depths: Sequence[int] | None = None,
+        methods: Sequence[str] | None = None,
     ) -> Plan:
-        """The study of "digits", or of "cifar100" from data_dir. quick: one seed, a smaller model, 2 epochs."""
+        """The study of "digits", or of "cifar10" or "cifar100" from data_dir.
+
+        Args:
+            data: set, by its name.
+            data_dir: where its archive is.
+            seeds: of every variant; 3, or 1 where quick.
+            epochs: with all data; the recipe's.
+            quick: one seed, a smaller model, 2 epochs.
+            parts: what is compared besides the regimes, of PARTS and OPTIONAL_PARTS.
+            depths: in layers, of the comparison of depths; DEPTHS, or (4, 8) where quick.
+            methods: of METHODS, for the comparison of methods; all of them.
+        """
         if data not in RECIPES:
             raise ConfigError(f"data: got {data!r}, wanted one of {', '.join(RECIPES)}")
+        methods = tuple(METHODS) if methods is None else tuple(methods)
+        for name, values, known in (("parts", parts, (*PARTS, *OPTIONAL_PARTS)), ("methods", methods, METHODS)):
+            for value in values:
+                if value not in known:
+                    raise ConfigError(f"{name}: got {value!r}, wanted some of {', '.join(known)}")
         recipe = RECIPES[data] | (QUICK if quick else {}) | ({} if epochs is None else {"epochs": epochs})
         config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)  # type: ignore[arg-type]
         seeds = (1 if quick else 3) if seeds is None else seeds
+        depths = ((4, 8) if quick else DEPTHS) if depths is None else depths
         if seeds < 1:
             raise ConfigError(f"seeds: got {seeds}, wanted at least 1")
-        return cls(resolved(config), seeds, images=8 if quick else 32, quick=quick)
+        if not depths or min(depths) < 1:
+            raise ConfigError(f"depths: got {', '.join(map(str, depths))}, wanted numbers of at least 1")
+        return cls(
+            resolved(config), seeds, 8 if quick else 32, quick, ("regimes", *dict.fromkeys(parts)),
+            tuple(sorted(set(depths))), methods,
+        )  # fmt: skip
 
     def runs(self) -> list[Run]:
-        """Every run; those on all data, the longest, come first, so that no core is left with one at the end."""
+        """Every run; the longest come first, so that no core is left with one at the end."""
+        return sorted((run for part in self.parts for run in self.runs_of(part)), key=lambda run: -run.work)
+
+    def runs_of(self, part: str) -> list[Run]:
+        """The runs of one comparison; none where it is not in the plan."""
+        variants = {"regimes": self._regimes, "depth": self._depth, "kinds": self._kinds, "methods": self._methods}
+        found = variants[part]() if part in self.parts else []
         return [
-            Run(regime, fraction, seed, self._config_of(regime, fraction, seed))
-            for fraction in FRACTIONS
-            for seed in range(self.seeds)
-            for regime in REGIMES
+            Run(part, name, seed, config.replace(seed=seed)) for seed in range(self.seeds) for name, config in found
         ]
 
-    def _config_of(self, regime: str, fraction: float, seed: int) -> TrainConfig:
-        return self.config.replace(
-            regime=regime,
-            bounded=regime == "sharpen",  # −ψ² without a bound is no guarantee
-            fraction=fraction,
-            seed=seed,
-            # With a tenth of the data as many epochs would be too few steps to learn anything.
-            epochs=round(self.config.epochs / math.sqrt(fraction)),
-        )
+    def _regimes(self) -> list[tuple[str, TrainConfig]]:
+        return [
+            (REGIMES[regime], self.regime_config(regime).replace(
+                fraction=fraction,
+                # With a tenth of the data as many epochs would be too few steps to learn anything.
+                epochs=round(self.config.epochs / math.sqrt(fraction)),
+            ))
+            for fraction in FRACTIONS
+            for regime in REGIMES
+        ]  # fmt: skip
+
+    def regime_config(self, regime: str) -> TrainConfig:
+        """Of one regime, or of one per layer."""
+        # −ψ² without a bound is no guarantee.
+        return self.config.replace(regime=regime, bounded="sharpen" in regime)
+
+    def _depth(self) -> list[tuple[str, TrainConfig]]:
+        """Post-norm, post-norm with de-escalation, pre-norm."""
+        post = self.config.replace(norm="post")
+        variants = {"post-norm": post} | {
+            f"post-norm, τ = {tau:g}": post.replace(method="de_escalation", strength=tau) for tau in TAUS
+        }
+        variants["pre-norm"] = self.config
+        return [(name, config.replace(depth=depth)) for depth in self.depths for name, config in variants.items()]
+
+    def _kinds(self) -> list[tuple[str, TrainConfig]]:
+        """V Λ V⁻¹ beside V Λ Vᵀ, and layers of different regimes."""
+        found = [("ViT", self.config)]
+        for regime, label in list(REGIMES.items())[1:]:
+            config = self.regime_config(regime)
+            found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]
+        half, rest = self.config.depth // 2, self.config.depth - self.config.depth // 2
+        for label, first, second in (("−, then free", "sharpen", "free"), ("free, then −", "free", "sharpen")):
+            config = self.regime_config(",".join([first] * half + [second] * rest))
+            found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]
+        return found
+
+    def _methods(self) -> list[tuple[str, TrainConfig]]:
+        """The free ViT with every method, the two spectra, and the control for the start of the weights."""
+        found = [(name, self.config.replace(method=name)) for name in self.methods]
+        found += [(REGIMES[regime], self.regime_config(regime)) for regime in list(REGIMES)[1:]]
+        return found + [(f"mimetic start, β = {beta:g}", self.config.replace(mimetic_init=beta)) for beta in MIMETIC]

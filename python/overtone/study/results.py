@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,23 +13,10 @@ from overtone.study.at_init import Untrained
 from overtone.study.corruptions import SEVERITIES
 from overtone.study.measure import Measures
 from overtone.study.plan import REGIMES, Plan, Run
+from overtone.study.stats import MeanStd
 
 # Token similarity that is zero but for the rounding of float32.
 ZERO = torch.finfo(torch.float32).eps
-
-
-class MeanStd(NamedTuple):
-    """A mean over seeds, and the seeds' standard deviation (nan for one seed)."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> MeanStd:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan)
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" if math.isnan(self.std) else f"{self.mean:.2f} ± {self.std:.2f}"
 
 
 class Claim(NamedTuple):
@@ -52,7 +37,25 @@ class Results:
 
     def of(self, regime: str, fraction: float = 1.0) -> list[Measures]:
         """A regime's runs, one per seed."""
-        return [m for run, m in self.runs.items() if run.regime == regime and run.fraction == fraction]
+        return self.select("regimes", REGIMES[regime], fraction=fraction)
+
+    def select(self, part: str, variant: str, *, depth: int | None = None, fraction: float = 1.0) -> list[Measures]:
+        """The runs of a variant, one per seed, in the order of seeds; depth: default, the plan's."""
+        depth = self.plan.config.depth if depth is None else depth
+        found = {
+            run.seed: measures
+            for run, measures in self.runs.items()
+            if (run.part, run.variant, run.config.depth, run.config.fraction) == (part, variant, depth, fraction)
+        }
+        return [found[seed] for seed in sorted(found)]
+
+    def accuracies(self, part: str, variant: str, *, depth: int | None = None, fraction: float = 1.0) -> list[float]:
+        """On the test images, in %, one per seed."""
+        return [100 * m["accuracy"] for m in self.select(part, variant, depth=depth, fraction=fraction)]
+
+    def variants(self, part: str) -> list[str]:
+        """Of a part, in the plan's order."""
+        return list(dict.fromkeys(run.variant for run in self.plan.runs_of(part)))
 
     def accuracy(self, regime: str, fraction: float) -> MeanStd:
         """On the test images, in %."""
@@ -62,8 +65,12 @@ class Results:
         """Accuracy in %, the mean over the kinds of corruption; severity 0: none."""
         if severity == 0:
             return self.accuracy(regime, 1.0)
+        return MeanStd.of(self.corrupted_accuracies(regime, severity))
+
+    def corrupted_accuracies(self, regime: str, severity: int) -> list[float]:
+        """Accuracy in % at a severity of 1 or more, the mean over the kinds of corruption, one per seed."""
         place = SEVERITIES.index(severity)
-        return MeanStd.of([100 * statistics.fmean(k[place] for k in m["corrupted"].values()) for m in self.of(regime)])
+        return [100 * statistics.fmean(k[place] for k in m["corrupted"].values()) for m in self.of(regime)]
 
     def corrupted_by(self, regime: str, kind: str) -> MeanStd:
         """Accuracy in %, the mean over severities 1 … 5 of one kind."""

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from overtone.backends import forced_backend, use_backend
-from overtone.study.measure import Measures, measure_trained, settings
+from overtone.backends import active_backend, use_backend
+from overtone.study.measure import Measures, measure, settings
 from overtone.study.plan import Run
 from overtone.training import checkpoint, train
 
-MEASURES = "measures.json"
 # Each process holds a copy of torch, some hundred megabytes.
 MOST_JOBS = 8
 SECONDS_BETWEEN_POLLS = 0.5
@@ -32,17 +31,23 @@ def run_all(
 ) -> dict[Run, Measures]:
     """Train and measure every run, in `folder`/its name. What is finished there already is only read.
 
+    Runs of different comparisons that are the same training are trained once.
+
     jobs: runs at a time; default: one per core, one alone where there is a GPU. On a CPU a run has one thread, so
     that its result does not depend on how many run beside it.
     """
     found = {run: finished(run, folder, images) for run in runs}
-    missing = [run for run, measures in found.items() if measures is None]
+    missing: dict[str, list[Run]] = {}
+    for run in runs:
+        if found[run] is None:
+            missing.setdefault(run.folder_name, []).append(run)
+    trainings = list({run.folder_name: run for run in runs}.values())
     jobs = min(len(missing), jobs or default_jobs())
-    with _Progress(runs, folder, progress) as bar:
-        bar.poll(done=[run for run in runs if run not in missing])
-        for run, measures in _results(missing, folder, images, jobs, bar):
-            found[run] = measures
-            bar.report(run, measures)
+    with _Progress(trainings, folder, progress) as bar:
+        bar.poll(done=[run for run in trainings if run.folder_name not in missing])
+        for measured in _results(list(missing.values()), folder, images, jobs, bar):
+            found |= measured
+            bar.report(*next(iter(measured.items())))
     return {run: measures for run, measures in found.items() if measures is not None}
 
 
@@ -52,7 +57,7 @@ def default_jobs() -> int:
 
 def finished(run: Run, folder: Path, images: int) -> Measures | None:
     """The run's measures, if it has been trained and measured as it would be now."""
-    path = folder / run.folder_name / MEASURES
+    path = folder / run.folder_name / f"{run.part}.json"
     try:
         measures = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -60,18 +65,22 @@ def finished(run: Run, folder: Path, images: int) -> Measures | None:
     return measures if isinstance(measures, dict) and measures.get("settings") == settings(images) else None
 
 
-def finish(run: Run, folder: Path, images: int, backend: str | None, progress: bool = False) -> Measures:
-    """Train one run, or the rest of it, and measure the model."""
-    place = folder / run.folder_name
+def finish(
+    runs: Sequence[Run], folder: Path, images: int, backend: str | None, progress: bool = False
+) -> dict[Run, Measures]:
+    """Train what these runs share, or the rest of it, and measure the model for each of them."""
+    config, place = runs[0].config, folder / runs[0].folder_name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[Run, Measures] = {}
     with use_backend(backend), _one_thread() if device.type == "cpu" else contextlib.nullcontext():
-        result = train(run.config, place, resume=True, progress=progress)
-        measures: Measures = {"settings": settings(images), "accuracy": result.test_accuracy}
-        measures["seconds"] = sum(row["seconds"] for row in result.history)
-        if run.fraction == 1:
-            measures |= measure_trained(str(place), run.config, images, device)
-    checkpoint.write_text(place / MEASURES, json.dumps(measures))
-    return measures
+        result = train(config, place, resume=True, progress=progress)
+        for run in runs:
+            measures: Measures = {"settings": settings(images), "accuracy": result.test_accuracy}
+            measures["seconds"] = sum(row["seconds"] for row in result.history)
+            measures |= measure(run.part, str(place), config, result.history, images, device)
+            checkpoint.write_text(place / f"{run.part}.json", json.dumps(measures))
+            found[run] = measures
+    return found
 
 
 @contextlib.contextmanager
@@ -85,24 +94,25 @@ def _one_thread() -> Iterator[None]:
 
 
 def _results(
-    runs: Sequence[Run], folder: Path, images: int, jobs: int, bar: _Progress
-) -> Iterator[tuple[Run, Measures]]:
-    """Each run and its measures, as they become ready."""
+    groups: Sequence[Sequence[Run]], folder: Path, images: int, jobs: int, bar: _Progress
+) -> Iterator[dict[Run, Measures]]:
+    """The measures of each group of runs that share a training, as they become ready."""
     if jobs <= 1:
-        for run in runs:
-            yield run, finish(run, folder, images, forced_backend(), progress=not bar.bar.disable)
+        for runs in groups:
+            yield finish(runs, folder, images, active_backend(), progress=not bar.bar.disable)
         return
     others = multiprocessing.active_children()
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
-        waiting = {pool.submit(finish, run, folder, images, forced_backend()): run for run in runs}
+        waiting = {pool.submit(finish, runs, folder, images, active_backend()) for runs in groups}
         while waiting:
             ready, _ = concurrent.futures.wait(
                 waiting, SECONDS_BETWEEN_POLLS, return_when=concurrent.futures.FIRST_COMPLETED
             )
             bar.poll()
             for future in ready:
-                yield waiting.pop(future), future.result()
+                waiting.remove(future)
+                yield future.result()
     except BaseException:
         # Whatever was under way goes on from its checkpoint next time; nobody waits for it now.
         for child in set(multiprocessing.active_children()) - set(others):
@@ -126,9 +136,9 @@ class _Progress:
 
         self.folder, self.total, self.shown = folder, len(runs), shown
         self.left = list(runs)
-        self.full = 0.0  # epochs of finished runs, weighted by their share of the data
+        self.full = 0.0  # work of finished runs
         self.bar = tqdm(
-            total=sum(map(_work, runs)),
+            total=sum(run.work for run in runs),
             desc=f"0/{self.total} runs",
             disable=not (shown and sys.stderr.isatty()),  # a log gets a line per run instead
             bar_format="{desc} {percentage:3.0f} %|{bar}| {elapsed}, {remaining} left",
@@ -145,7 +155,7 @@ class _Progress:
         """Where all runs are now; done: those that were finished before."""
         for run in done:
             self._finish(run)
-        reached = self.full + sum(_work(run, _epochs(self.folder / run.folder_name)) for run in self.left)
+        reached = self.full + sum(_done(run, self.folder) for run in self.left)
         if done:
             self.bar.initial = reached  # what was there before says nothing about the time that is left
         self.bar.update(max(0.0, reached - self.bar.n))
@@ -160,19 +170,16 @@ class _Progress:
         self.poll()
 
     def _finish(self, run: Run) -> None:
-        self.left.remove(run)
-        self.full += _work(run)
+        self.left = [other for other in self.left if other.folder_name != run.folder_name]
+        self.full += run.work
         self.bar.set_description_str(f"{self.total - len(self.left)}/{self.total} runs", refresh=False)
 
 
-def _work(run: Run, epochs: int | None = None) -> float:
-    return (run.config.epochs if epochs is None else epochs) * run.fraction
-
-
-def _epochs(folder: Path) -> int:
-    """How many epochs a run has finished."""
+def _done(run: Run, folder: Path) -> float:
+    """How much of its work a run has done."""
     try:
-        with (folder / "metrics.csv").open(newline="") as file:
-            return sum(1 for _ in csv.reader(file)) - 1
+        with (folder / run.folder_name / "metrics.csv").open(newline="") as file:
+            epochs = sum(1 for _ in csv.reader(file)) - 1
     except OSError:
-        return 0
+        return 0.0
+    return run.work * epochs / run.config.epochs

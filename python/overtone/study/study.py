@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from overtone import hardware
-from overtone.backends import select
+from overtone.backends import backend_for
 from overtone.study.at_init import untrained
 from overtone.study.plan import Plan
 from overtone.study.results import Claim, Results
@@ -33,8 +33,11 @@ class StudyResult(NamedTuple):
         from overtone.study.tables import all_tables
 
         tables = all_tables(self.results)
-        shown = ("table1-dominance", "table2-less-data", "table3-corruptions", "claims")
-        return "\n\n".join([*(tables[name].text() for name in shown), f"Report: {self.report}"])
+        names = (
+            "table1-dominance", "table2-less-data", "table3-corruptions", "depth-accuracy", "kinds", "methods",
+            "findings", "claims",
+        )  # fmt: skip
+        return "\n\n".join([*(tables[name].text() for name in names if name in tables), f"Report: {self.report}"])
 
 
 def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: bool = True) -> StudyResult:
@@ -71,7 +74,7 @@ def _check_packages() -> None:
 def backend_name() -> str:
     """The backend of the study's ops; raises where the one that was asked for cannot run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = select("spectral_attention", None, torch.empty(0, device=device))
+    backend = backend_for("spectral_attention", device)
     return f"the cpu backend ({hardware.isa()} kernels)" if backend == "cpu" else f"the {backend} backend"
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from overtone.analysis import METRICS
 from overtone.report.table import NONE, Cell, Table
 from overtone.study import papers
+from overtone.study.comparisons import chosen
 from overtone.study.corruptions import SEVERITIES, STRENGTHS
 from overtone.study.plan import FRACTIONS, REGIMES
-from overtone.study.results import MeanStd, Results, share_of
+from overtone.study.results import Results, share_of
+from overtone.study.stats import Difference, Finding, MeanStd, finding
 
 UNDECIDED = ("tie", "close", "invalid")
 
@@ -25,7 +27,43 @@ def all_tables(results: Results) -> dict[str, Table]:
         "runs": runs_table(results),
         "depth": depth_table(results),
         "untrained": untrained_table(results),
-    }
+        "findings": findings_table(results),
+    } | {name: table for module in chosen(results) for name, table in module.tables(results).items()}
+
+
+def findings_table(results: Results) -> Table:
+    rows: list[list[Cell]] = [[each.verdict, each.text, each.source, each.found] for each in all_findings(results)]
+    note = (
+        "Differences are paired by seed, with the 95 % confidence interval of their mean over seeds; undecided where "
+        "the interval holds the limit (zero, if not said otherwise). The intervals are about seeds: the test images "
+        "are the same. They are not corrected for how many there are: of twenty, one misleads."
+    )
+    return Table("What was found, and what this data decides", ["verdict", "finding", "of", "here"], rows, note)
+
+
+def all_findings(results: Results) -> list[Finding]:
+    """Of the regimes and of every other comparison."""
+    return [*regime_findings(results), *(each for module in chosen(results) for each in module.findings(results))]
+
+
+def regime_findings(results: Results) -> list[Finding]:
+    """The orders in Tables 2 and 3."""
+
+    def less_data(a: str, b: str, fraction: float) -> Difference:
+        return Difference.of(*(results.accuracies("regimes", REGIMES[each], fraction=fraction) for each in (a, b)))
+
+    def corrupted(a: str, b: str) -> Difference:
+        return Difference.of(*(results.corrupted_accuracies(each, SEVERITIES[-1]) for each in (a, b)))
+
+    source = "Dovonon et al."
+    return [
+        finding("With all data, ViT is better than ViT⁺", source, less_data("free", "smooth", 1.0)),
+        finding("With all data, ViT⁻ is better than ViT⁺", source, less_data("sharpen", "smooth", 1.0)),
+        finding("With 10 % of the data, ViT⁻ is better than ViT", source, less_data("sharpen", "free", 0.1)),
+        finding("With 10 % of the data, ViT⁻ is better than ViT⁺", source, less_data("sharpen", "smooth", 0.1)),
+        finding("At corruption severity 5, ViT⁻ is better than ViT", source, corrupted("sharpen", "free")),
+        finding("At corruption severity 5, ViT is better than ViT⁺", source, corrupted("free", "smooth")),
+    ]
 
 
 def claims_table(results: Results) -> Table:
@@ -82,7 +120,7 @@ def _beside_paper(
 
 def _spread_note(results: Results) -> str:
     seeds = results.plan.seeds
-    return f"Mean ± standard deviation of {seeds} seeds." if seeds > 1 else "One seed: no deviation is known."
+    return f"Mean ± standard deviation of n = {seeds} seeds." if seeds > 1 else "One seed: no deviation is known."
 
 
 def kinds_table(results: Results) -> Table:
@@ -94,13 +132,13 @@ def kinds_table(results: Results) -> Table:
 
 
 def runs_table(results: Results) -> Table:
-    columns = ["model", "regime", "% of data", "seed", "epochs", "accuracy %", "seconds"]
-    rows = [
-        [REGIMES[run.regime], run.regime, 100 * run.fraction, run.seed, run.config.epochs,
+    columns = ["comparison", "model", "layers", "% of data", "seed", "epochs", "accuracy %", "seconds"]
+    rows: list[list[Cell]] = [
+        [run.part, run.variant, run.config.depth, 100 * run.config.fraction, run.seed, run.config.epochs,
          100 * measures["accuracy"], measures["seconds"]]
         for run, measures in results.runs.items()
     ]  # fmt: skip
-    return Table("All runs", columns, rows)
+    return Table("All runs", columns, rows, "Comparisons share the trainings that they have in common.")
 
 
 def depth_table(results: Results) -> Table:

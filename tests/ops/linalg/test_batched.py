@@ -6,46 +6,26 @@ import math
 
 import pytest
 import torch
-from ops.linalg.test_inverse import KINDS, draw, plain
+from ops.linalg.test_inverse import draw
 from ops.linalg.test_qr import assert_is_qr, conditioned, randn
-from support import accuracy, shapes
+from support import accuracy
 from support import gallery as symmetric
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overtone.ops.linalg.batched import spectrum
-from overtone.ops.linalg.batched.eigh import eigh_backward
-from overtone.ops.linalg.batched.orthogonal import orthogonalize
-from overtone.ops.linalg.batched.qr import qr_backward
+from overtone import reference
+from overtone.ops.linalg.batched import eigh_backward, inverse_ex, orthonormal, qr_backward
 
 DTYPES = (torch.float32, torch.float64)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
 
-def composed(kind: str):
-    """The weight, with the gradient that the CUDA implementation gives it."""
-
-    class Compose(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, matrix, eigenvalues):
-            weight, *saved = getattr(spectrum, kind)(matrix, eigenvalues)
-            kept = (eigenvalues, *saved) if kind == "compose_symmetric" else (matrix, eigenvalues, *saved)
-            ctx.save_for_backward(*kept)
-            return weight
-
-        @staticmethod
-        def backward(ctx, grad_weight):
-            return getattr(spectrum, f"{kind}_backward")(grad_weight, *ctx.saved_tensors)
-
-    return Compose.apply
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-class TestOrthogonalize:
+class TestOrthonormal:
     @pytest.mark.parametrize("n", [1, 2, 3, 16, 33, 65, 197])
     def test_sizes(self, dtype, n):
         a = randn(3, n, n, dtype=dtype)
-        assert_is_qr(a, *orthogonalize(a))
-        assert_is_qr(randn(2, n + 5, n, dtype=dtype), *orthogonalize(randn(2, n + 5, n, dtype=dtype)))
+        assert_is_qr(a, *orthonormal(a))
+        assert_is_qr(randn(2, n + 5, n, dtype=dtype), *orthonormal(randn(2, n + 5, n, dtype=dtype)))
 
     @pytest.mark.parametrize("n", [8, 64, 192])
     def test_ill_conditioned(self, dtype, n):
@@ -54,117 +34,116 @@ class TestOrthogonalize:
         grades = torch.logspace(0, -30, n, dtype=torch.float64)
         members = [conditioned(n, condition) for condition in conditions]
         a = torch.stack([*members, members[0] * grades, members[1] * grades.flip(0)]).to(dtype)
-        q, r = orthogonalize(a)
+        q, r = orthonormal(a)
         assert_is_qr(a, q, r)
         assert (r.diagonal(dim1=-2, dim2=-1) > 0).all()
 
     @pytest.mark.slow
     def test_a_models_layers(self, dtype):
         a = conditioned(384, 1e6)[None].to(dtype)
-        assert_is_qr(a, *orthogonalize(a))
+        assert_is_qr(a, *orthonormal(a))
         if dtype == torch.float32:
             a = randn(2, 768, 768, dtype=dtype)
-            assert_is_qr(a, *orthogonalize(a))
+            assert_is_qr(a, *orthonormal(a))
 
     def test_extreme_sizes(self, dtype):
         info = torch.finfo(dtype)
         a = randn(9, 9)
         a = torch.stack([a * info.tiny * 1e3, a / a.abs().max() * info.max / 100]).to(dtype)
-        q, r = orthogonalize(a)
+        q, r = orthonormal(a)
         assert_is_qr(a, q, r)
 
     def test_empty(self, dtype):
         for shape in ((0, 3, 3), (2, 0, 0), (2, 3, 0)):
-            q, r = orthogonalize(torch.empty(shape, dtype=dtype))
+            q, r = orthonormal(torch.empty(shape, dtype=dtype))
             assert q.shape == shape and r.shape == (*shape[:-2], shape[-1], shape[-1])
 
     def test_a_bad_member_spoils_no_other(self, dtype):
         a = randn(3, 20, 20, dtype=dtype)
-        good = orthogonalize(a)
+        good = orthonormal(a)
         a[1, 3, 4] = math.nan
-        for now, before in zip(orthogonalize(a), good, strict=True):
+        for now, before in zip(orthonormal(a), good, strict=True):
             assert torch.equal(now[[0, 2]], before[[0, 2]])
             assert now[1].isnan().any()
 
     def test_it_is_the_kernels_r(self, dtype, cpu_kernels):
         """Unique, so that every backend has the same up to the condition number."""
         a = randn(4, 40, 40, dtype=dtype) + 8 * torch.eye(40, dtype=dtype)
-        for ours, theirs in zip(orthogonalize(a), torch.ops.overtone.qr(a, False, True), strict=False):
+        for ours, theirs in zip(orthonormal(a), torch.ops.overtone.qr_ex(a, False, True), strict=False):
             assert (ours - theirs).abs().max() <= 40 * EPS[dtype] * theirs.abs().max() * torch.linalg.cond(a).max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-class TestCompose:
+class TestInverse:
     @pytest.mark.parametrize("n", [2, 3, 16, 33, 96])
-    def test_against_truth(self, kind, dtype, n):
-        draws = [draw((2,), n, dtype, seed=seed) for seed in range(3)]
-        accuracy.check_against_truth(composed(kind), plain(kind), draws[0], more_draws=draws[1:])
-
-    @pytest.mark.parametrize("eigenvalues", ["equal", "zero"])
-    def test_no_gap_is_needed(self, kind, dtype, eigenvalues):
-        draws = [draw((2,), 33, dtype, eigenvalues, seed) for seed in range(3)]
-        accuracy.check_against_truth(composed(kind), plain(kind), draws[0], more_draws=draws[1:])
-        weight = composed(kind)(*draws[0])
-        weight.sum().backward()
-        assert (draws[0][0].grad == 0).all()
+    def test_against_truth(self, dtype, n):
+        draws = [(draw((2,), n, dtype, seed).detach(),) for seed in range(3)]
+        accuracy.check_against_truth(
+            lambda A: inverse_ex(A)[0], reference.linalg.inverse, draws[0], more_draws=draws[1:]
+        )
 
     @pytest.mark.parametrize("shape", [((0,), 3), ((2,), 0), ((2, 3), 1)])
-    def test_empty_and_single(self, kind, dtype, shape):
-        matrix, eigenvalues = draw(*shape, dtype)
-        weight = composed(kind)(matrix, eigenvalues)
-        torch.testing.assert_close(weight, eigenvalues.diag_embed())
+    def test_empty_and_single(self, dtype, shape):
+        A = draw(*shape, dtype).detach()
+        torch.testing.assert_close(inverse_ex(A)[0], 1 / A)
 
-    def test_strides(self, kind, dtype):
-        matrix, eigenvalues = (x.detach() for x in draw((2, 3), 20, dtype))
-        for layout in shapes.LAYOUTS:
-            strided = shapes.with_layout(matrix, layout)
-            wanted = composed(kind)(strided.contiguous(), eigenvalues)
-            error = (composed(kind)(strided, eigenvalues) - wanted).abs().max()
-            assert error <= 20 * EPS[dtype] * wanted.abs().max() * torch.linalg.cond(matrix).max()
-
-    def test_a_bad_member_spoils_no_other(self, kind, dtype):
-        matrix, eigenvalues = draw((3,), 12, dtype)
-        good = composed(kind)(matrix, eigenvalues)
-        bad = matrix.detach().clone()
-        bad[1, 0, 0] = math.nan
-        weight = composed(kind)(bad.requires_grad_(), eigenvalues)
-        assert weight[1].isnan().all() and torch.equal(weight[[0, 2]], good[[0, 2]])
-        weight.sum().backward()
-        assert bad.grad[[0, 2]].isfinite().all()
-
-    def test_no_host_wait(self, kind, dtype):
-        """On fake tensors nothing has a value: whatever asked for one, a branch or .item(), would raise."""
-        with FakeTensorMode():
-            matrix, eigenvalues = torch.empty(12, 192, 192, dtype=dtype), torch.empty(12, 192, dtype=dtype)
-            weight = composed(kind)(matrix.requires_grad_(), eigenvalues.requires_grad_())
-            assert weight.shape == matrix.shape
-            weight.sum().backward()
-            assert matrix.grad.shape == matrix.shape and eigenvalues.grad.shape == eigenvalues.shape
+    def test_a_bad_member_spoils_no_other(self, dtype):
+        A = draw((4,), 12, dtype).detach()
+        good, _ = inverse_ex(A)
+        A[1, 0, 0], A[2, :, 3] = math.nan, 0
+        x, info = inverse_ex(A)
+        assert info.tolist() == [0, 1, 1, 0]
+        assert x[1:3].isnan().all() and torch.equal(x[[0, 3]], good[[0, 3]])
 
 
-@pytest.mark.parametrize("n", [24, 192])
-def test_ill_conditioned_theta(n):
-    """κ = 10⁶ in float32: the weight is as right as its orthogonal factor, whose sensitivity is κ."""
-    theta = torch.stack([conditioned(n, 1e6), conditioned(n, 1e3)]).float()
-    eigenvalues = -torch.rand(2, n, generator=torch.Generator().manual_seed(0))
-    weight, q, _ = spectrum.compose_symmetric(theta, eigenvalues)
-    assert torch.equal(weight, weight.mT)
-    found = torch.linalg.eigvalsh(weight.double())
-    wanted = eigenvalues.double().sort().values
-    assert (found - wanted).abs().max() <= 10 * n * EPS[torch.float32]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_host_wait(dtype):
+    """On fake tensors nothing has a value: whatever asked for one, a branch or .item(), would raise."""
+    with FakeTensorMode():
+        A = torch.empty(12, 192, 192, dtype=dtype)
+        assert inverse_ex(A)[0].shape == A.shape and orthonormal(A)[0].shape == A.shape
 
 
-def test_tensor_float_32_is_not_used():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        matrix, eigenvalues = draw((2,), 64)
-        weight = spectrum.compose_symmetric(matrix.detach(), eigenvalues.detach())[0]
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert torch.equal(weight, spectrum.compose_symmetric(matrix.detach(), eigenvalues.detach())[0])
+class TestPrecision:
+    """Products are in full precision, whatever torch's switches say, and these are as before afterwards."""
+
+    def switch_off(self):
+        torch.set_float32_matmul_precision("highest")
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends):
+            switch.fp32_precision = "none"
+
+    @pytest.mark.parametrize("how", ["medium", "cuda", "mkldnn", "both", "all"])
+    def test_switches(self, how):
+        A = draw((2,), 64).detach()
+        wanted = inverse_ex(A)[0]
+        try:
+            if how in ("cuda", "both"):
+                torch.backends.cuda.matmul.fp32_precision = "tf32"
+            if how in ("mkldnn", "both"):
+                torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+            if how == "all":
+                torch.backends.fp32_precision = "tf32"
+            if how == "medium":
+                torch.set_float32_matmul_precision("medium")
+            before = self.state()
+            assert torch.equal(inverse_ex(A)[0], wanted)
+            assert self.state() == before
+        finally:
+            self.switch_off()
+
+    def state(self):
+        found = [s.fp32_precision for s in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+        try:
+            found.append(torch.get_float32_matmul_precision())
+        except RuntimeError:
+            found.append("mixed")
+        return found
+
+    def test_autocast(self):
+        A = draw((2,), 64).detach()
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = inverse_ex(A)[0], *orthonormal(A)
+        assert all(map(torch.equal, narrow, (inverse_ex(A)[0], *orthonormal(A))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,7 +187,7 @@ class TestGradientsOfSolvers:
     def test_qr(self, cpu_kernels, dtype, rows, columns):
         a = randn(3, rows, columns, dtype=dtype) + 4 * torch.eye(rows, columns, dtype=dtype)
         a[1] = math.nan
-        q, r, _ = torch.ops.overtone.qr(a, False, True)
+        q, r, _ = torch.ops.overtone.qr_ex(a, False, True)
         grad_q, grad_r = randn(3, rows, columns, dtype=dtype), randn(3, columns, columns, dtype=dtype)
         for grads in ((grad_q, grad_r), (grad_q, None), (None, grad_r)):
             theirs = torch.ops.overtone.qr_backward(*grads, q, r)

@@ -313,7 +313,7 @@ def test_opcheck(shape, options):
     a = randn(*shape, dtype=torch.float32)
     tests = ("test_schema", "test_faketensor") if options != (False, True) else None
     a.requires_grad_(tests is None)
-    for op, more in ((torch.ops.overtone.qr, ()), (torch.ops.overtone.qr_raising, ("qr",))):
+    for op, more in ((torch.ops.overtone.qr_ex, ()), (torch.ops.overtone.qr, ("qr",))):
         torch.library.opcheck(op, (a, *options, *more), **({"test_utils": tests} if tests else {}))
 
 

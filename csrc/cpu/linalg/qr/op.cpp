@@ -17,7 +17,7 @@ Cost cost_of(int passes, int64_t rows, int64_t columns, int64_t inner, int64_t m
   return {passes * count(rows) * count(columns) * count(inner) * count(matrices)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> qr(Tensor a, bool complete, bool need_q) {
+std::tuple<Tensor, Tensor, Tensor> qr_ex(Tensor a, bool complete, bool need_q) {
   constexpr const char* op = "qr";
   check_matrices(a, /*square=*/false, "A", op);
   check_fits(complete ? a.size(-2) : 0, a.size(-2));
@@ -98,6 +98,6 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
 }  // namespace overtone
 
 STABLE_TORCH_LIBRARY_IMPL(overtone, CPU, m) {
-  OVERTONE_IMPL(m, qr);
+  OVERTONE_IMPL_AS(m, qr_ex, "qr");
   OVERTONE_IMPL(m, qr_backward);
 }

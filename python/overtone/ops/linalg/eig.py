@@ -1,4 +1,4 @@
-"""eig and eigvals: public function → contract → kernel.
+"""eig and eigvals: public function → schema → kernel.
 
 With V the right eigenvectors, W the left ones scaled so that WᴴV has ones on its diagonal, and g the gradients:
     ∂A = W [diag(g_λ) + (Vᴴg_V − VᴴV Re diag(Vᴴg_V)) / conj(λ_j − λ_i)] Vᴴ
@@ -18,7 +18,8 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import registry
-from overtone.reference.linalg import EigExResult, EigResult, EigvalsExResult, perron_first
+from overtone.ops.linalg import between_eigenvalues
+from overtone.reference.linalg import EigExResult, EigResult, EigvalsExResult, perron_first, raise_unsolved
 
 __all__ = ["eig", "eig_ex", "eigvals", "eigvals_ex"]
 
@@ -41,7 +42,7 @@ def eigvals(A: Tensor, *, row_stochastic: bool = False, backend: str | None = No
     """
     A = validate.matrices("eigvals", "A", A, square=True)
     row_stochastic = validate.flag("eigvals", "row_stochastic", row_stochastic)
-    if select("eig", backend, A) == "reference":
+    if select("eigvals", backend, A) == "reference":
         return reference.linalg.eigvals(A, row_stochastic=row_stochastic)
     return _solve_values("eig", A, row_stochastic, "eigvals")[0]
 
@@ -59,7 +60,7 @@ def eigvals_ex(A: Tensor, *, row_stochastic: bool = False, backend: str | None =
     """eigvals that returns an info per matrix instead of raising; 2 means that its rows do not sum to one."""
     A = validate.matrices("eigvals_ex", "A", A, square=True)
     row_stochastic = validate.flag("eigvals_ex", "row_stochastic", row_stochastic)
-    if select("eig", backend, A) == "reference":
+    if select("eigvals", backend, A) == "reference":
         return reference.linalg.eigvals_ex(A, row_stochastic=row_stochastic)
     values, _, _, info = _solve_values("eig_ex", A, row_stochastic)
     return EigvalsExResult(values, info)
@@ -81,13 +82,6 @@ def _fake_eig(A: Tensor, row_stochastic: bool, right: bool, left: bool) -> tuple
         A.new_empty(A.shape if right and left else (0, 0), dtype=dtype),
         A.new_empty(A.shape[:-2], dtype=torch.int32),
     )
-
-
-# Vectors that are not wanted come back empty; without both there is no gradient.
-_ARGUMENTS = "Tensor A, bool row_stochastic, bool right, bool left"
-_RESULTS = "(Tensor eigenvalues, Tensor right, Tensor left, Tensor info)"
-registry.define(f"eig_ex({_ARGUMENTS}) -> {_RESULTS}", fake=_fake_eig)
-registry.define_raising(f"eig({_ARGUMENTS}, str function) -> {_RESULTS}", solver="eig_ex", fake=_fake_eig)
 
 
 def _gradient(grad_values, grad_vectors, norm, values, right, left, info) -> Tensor:
@@ -124,7 +118,7 @@ def _biorthogonal(right: Tensor, left: Tensor, solved: Tensor) -> Tensor:
     suspect = solved & ~(error <= math.sqrt(eps))
     if not suspect.any():
         return left
-    inverse = reference.linalg.inverse(right[suspect]).mH
+    inverse = reference.linalg.inverse_ex(right[suspect]).inverse.mH
     # Where V is singular to rounding some eigenvalue has no derivative; the others keep theirs.
     regular = torch.linalg.vector_norm(inverse, dim=-2).amax(-1) < _LARGEST_CONDITION / eps
     left = left.clone()
@@ -153,13 +147,13 @@ def _inner_gradient(grad_values: Tensor | None, grad_vectors: Tensor | None, val
     needed = turned.abs() > rounding * grad_vectors.abs().amax((-2, -1), keepdim=True)
     _raise_pair(
         equal & needed,
-        "are equal to rounding: their eigenvectors have no derivative. Losses of eigenvalues alone (eigvals) always"
+        "are numerically equal: their eigenvectors have no derivative. Losses of eigenvalues alone (eigvals) always"
         " have one, unless a matrix is defective",
     )
     if grad_values is not None:
         _raise_pair(
             equal & _is_function_of_matrix(grad_values, grad_vectors, rounding),
-            "are equal to rounding: a function of A by its eigenvalues and eigenvectors, as V f(Λ) V⁻¹, has a"
+            "are numerically equal: a function of A by its eigenvalues and eigenvectors, as V f(Λ) V⁻¹, has a"
             " derivative there that these do not determine. For symmetric A eigh does; or compute the function without"
             " eig",
         )
@@ -184,8 +178,8 @@ def _is_function_of_matrix(grad_values: Tensor, grad_vectors: Tensor, rounding: 
 def _raise_pair(pairs: Tensor, why: str) -> None:
     pairs = transforms.beneath(pairs)
     if pairs.any():
-        *member, i, j = pairs.nonzero()[0].tolist()
-        raise torch.linalg.LinAlgError(f"eig: eigenvalues {min(i, j)} and {max(i, j)}{_of_matrix(member)} {why}")
+        *index, i, j = pairs.nonzero()[0].tolist()
+        raise torch.linalg.LinAlgError(f"eig: eigenvalues {min(i, j)} and {max(i, j)}{_of_matrix(index)} {why}")
 
 
 def _size(values: Tensor) -> Tensor:
@@ -199,8 +193,8 @@ def _root_mean_square(A: Tensor) -> Tensor:
     return largest * scaled.square().sum(-1).mean(-1).sqrt()
 
 
-def _of_matrix(member: list[int]) -> str:
-    return f" of matrix {tuple(member)}" if member else ""
+def _of_matrix(index: list[int]) -> str:
+    return f" of matrix {tuple(index)}" if index else ""
 
 
 def _raise_defective(
@@ -212,7 +206,7 @@ def _raise_defective(
     δ = (e cᵐ⁻¹)^(1/m). Their condition number ‖w‖ is δ/(m e) and their distance 2δ sin(π/m), so that
         distance / condition = 2m sin(π/m) e, between 4e and 2π e: how far A is from a defective matrix, and
         distance × condition ≥ c, with equality for m = 2: the coupling.
-    A is defective to rounding if three things hold:
+    A is numerically defective if three things hold:
     - e is what rounding makes of A, at most 7 ε‖A‖_F/√n. (Of 67 000 float64 Jordan blocks in other bases, alone or part
       of a matrix, 99 % had less than 2.2 times ε‖A‖_F/√n and one 5.8. Not ε‖A‖₂: errors of reflections are spread
       over the matrix, and two vectors see that part of them.)
@@ -239,9 +233,9 @@ def _raise_defective(
     worst = transforms.beneath(torch.where(defective & used, condition, 0))
     if (worst != 0).any():
         place = tuple((worst != 0).nonzero()[0].tolist())
-        *member, k = place
+        *index, k = place
         raise torch.linalg.LinAlgError(
-            f"eig: A{_of_matrix(member)} is defective to rounding (eigenvalue {k} has condition number"
+            f"eig: A{_of_matrix(index)} is numerically defective (eigenvalue {k} has condition number"
             f" {worst[place]:.1e}): the eigenvalue has no derivative"
         )
 
@@ -251,12 +245,14 @@ def _fake_gradient(grad_values, grad_vectors, norm, values, right, left, info) -
 
 
 # An op of its own, opaque to torch.compile, because it may raise.
-registry.define(
-    "eig_gradient(Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor norm, Tensor eigenvalues, Tensor right,"
-    " Tensor left, Tensor info) -> Tensor grad_A",
-    fake=_fake_gradient,
+registry.register(
+    registry.Op(
+        schema="eig_gradient(Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor norm, Tensor eigenvalues,"
+        " Tensor right, Tensor left, Tensor info) -> Tensor grad_A",
+        fake=_fake_gradient,
+        composite=_first_gradient,
+    )
 )
-registry.LIBRARY.impl("eig_gradient", _first_gradient, "CompositeExplicitAutograd")
 
 
 def _save(ctx, inputs, output) -> None:
@@ -274,7 +270,7 @@ def _backward(ctx, grad_values: Tensor | None, grad_vectors: Tensor | None, _gra
         return (None,) * (1 + ctx.others)
     if transforms.open_for(grad_values, grad_vectors):  # to be differentiated again: W as a function of V
         unit = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
-        left = reference.linalg.inverse(right.where((info == 0)[..., None, None], unit)).mH
+        left = reference.linalg.inverse_ex(right.where((info == 0)[..., None, None], unit)).inverse.mH
         grad = _gradient(grad_values, grad_vectors, norm, values, right, left, info)
     else:
         grad = torch.ops.overtone.eig_gradient(grad_values, grad_vectors, norm, values, right, left, info)
@@ -289,20 +285,31 @@ def _by_reference(A: Tensor, row_stochastic: bool, right: bool, left: bool) -> t
     return values, values.new_empty(0, 0), values.new_empty(0, 0), info
 
 
-def _forward(op, A: Tensor, row_stochastic: bool, right: bool, left: bool, *function: str) -> tuple[Tensor, ...] | None:
+def _jvp(op, A: Tensor, row_stochastic: bool, right: bool, left: bool, *function: str) -> tuple[Tensor, ...] | None:
     """dλ = diag(M) and dV = X − V Re diag(VᴴX), X = V (M_ij / (λ_j − λ_i)), with M = V⁻¹ dA V."""
     if row_stochastic or not right:
         return None
     primal, tangent = forward_ad.unpack_dual(A)
     values, vectors, left_vectors, info = op(primal, False, True, True, *function)
     unit = torch.eye(A.shape[-1], dtype=vectors.dtype, device=A.device)
-    inverse = reference.linalg.inverse(vectors.where((info == 0)[..., None, None], unit))
+    inverse = reference.linalg.inverse_ex(vectors.where((info == 0)[..., None, None], unit)).inverse
     inner = inverse @ tangent.to(vectors.dtype) @ vectors
-    turn = vectors @ registry.between_eigenvalues(inner, values)
+    turn = vectors @ between_eigenvalues(inner, values)
     turn = turn - vectors * (vectors.conj() * turn).sum(-2, keepdim=True).real
     grow = inner.diagonal(dim1=-2, dim2=-1)
     return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors, turn), left_vectors, info
 
 
-for _op, _solve in (("eig_ex", _by_reference), ("eig", registry.raising(_by_reference))):
-    registry.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)
+_SOLVER = registry.Op(
+    # Vectors that are not wanted come back empty; without both there is no gradient.
+    schema="eig_ex(Tensor A, bool row_stochastic, bool right, bool left)"
+    " -> (Tensor eigenvalues, Tensor right, Tensor left, Tensor info)",
+    fake=_fake_eig,
+    save=_save,
+    backward=_backward,
+    reference=_by_reference,
+    jvp=_jvp,
+    vmap=registry.Vmap(batched=(0,)),
+)
+registry.register(_SOLVER)
+registry.register_strict(_SOLVER, "eig", raise_unsolved)

@@ -1,4 +1,4 @@
-"""eigh and eigvalsh: public function → contract → kernel."""
+"""eigh and eigvalsh: public function → schema → kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import registry
-from overtone.reference.linalg import EighExResult, EighResult, EigvalsExResult
+from overtone.ops.linalg import between_eigenvalues
+from overtone.ops.linalg.batched import eigh_backward
+from overtone.reference.linalg import EighExResult, EighResult, EigvalsExResult, raise_unsolved
 
 __all__ = ["eigh", "eigh_ex", "eigvalsh", "eigvalsh_ex"]
 
@@ -63,13 +65,6 @@ def _fake_eigh(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, Tensor, T
     return A.new_empty(A.shape[:-1]), eigenvectors, A.new_empty(A.shape[:-2], dtype=torch.int32)
 
 
-# Without vectors they come back empty, and there is no gradient.
-_ARGUMENTS = "Tensor A, bool upper, bool vectors"
-_RESULTS = "(Tensor eigenvalues, Tensor eigenvectors, Tensor info)"
-registry.define(f"eigh_ex({_ARGUMENTS}) -> {_RESULTS}", fake=_fake_eigh)
-registry.define_raising(f"eigh({_ARGUMENTS}, str function) -> {_RESULTS}", solver="eigh_ex", fake=_fake_eigh)
-
-
 def _fake_backward(grad_values, grad_vectors, values, vectors, info) -> tuple[Tensor, Tensor]:
     return vectors.new_empty(vectors.shape), info.new_empty((*info.shape, 2))
 
@@ -79,19 +74,19 @@ def _fake_gradient(grad_values, grad_vectors, values, vectors, info) -> Tensor:
 
 
 def _gradient(grad_values, grad_vectors, values, vectors, info) -> Tensor:
-    grad, pair = torch.ops.overtone.eigh_backward(grad_values, grad_vectors, values, vectors, info)
-    _raise_undetermined(pair)
+    grad, undetermined_pair = torch.ops.overtone.eigh_backward(grad_values, grad_vectors, values, vectors, info)
+    _raise_undetermined(undetermined_pair)
     return grad
 
 
 def _raise_undetermined(pair: Tensor) -> None:
     undetermined = pair[..., 0] >= 0
     if undetermined.any():
-        member = tuple(undetermined.nonzero()[0].tolist())
-        i, j = pair[member].tolist()
-        which = f" of matrix {member}" if member else ""
+        index = tuple(undetermined.nonzero()[0].tolist())
+        i, j = pair[index].tolist()
+        which = f" of matrix {index}" if index else ""
         raise torch.linalg.LinAlgError(
-            f"eigh: eigenvalues {i} and {j}{which} are equal to rounding, and the loss has no gradient there that its"
+            f"eigh: eigenvalues {i} and {j}{which} are numerically equal, and the loss has no gradient there that its"
             " eigenvectors determine: it depends on the choice of basis in the eigenspace, or on more than one function"
             " of A. Losses of eigenvalues alone (eigvalsh) always have one"
         )
@@ -100,14 +95,19 @@ def _raise_undetermined(pair: Tensor) -> None:
 _GRADIENT_ARGUMENTS = (
     "Tensor? grad_eigenvalues, Tensor? grad_eigenvectors, Tensor eigenvalues, Tensor eigenvectors, Tensor info"
 )
-registry.define(
-    f"eigh_backward({_GRADIENT_ARGUMENTS}) -> (Tensor grad_A, Tensor pair)",
-    fake=_fake_backward,
-    batched="eigh.eigh_backward",
+registry.register(
+    registry.Op(
+        schema=f"eigh_backward({_GRADIENT_ARGUMENTS}) -> (Tensor grad_A, Tensor undetermined_pair)",
+        fake=_fake_backward,
+        cuda=eigh_backward,
+    )
 )
 # Raises for a pair that is not determined; an op of its own, opaque to torch.compile, so that it raises there too.
-registry.define(f"eigh_gradient({_GRADIENT_ARGUMENTS}) -> Tensor grad_A", fake=_fake_gradient)
-registry.LIBRARY.impl("eigh_gradient", _gradient, "CompositeExplicitAutograd")
+registry.register(
+    registry.Op(
+        schema=f"eigh_gradient({_GRADIENT_ARGUMENTS}) -> Tensor grad_A", fake=_fake_gradient, composite=_gradient
+    )
+)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -138,10 +138,10 @@ def _differentiable_gradient(grad_values, grad_vectors, values, vectors, info) -
         gaps = values[..., None, :] - values[..., :, None]
         is_equal = _equal_to_rounding(values) & solved
         if is_equal.any():
-            *member, i, j = is_equal.nonzero()[0].tolist()
-            which = f" of matrix {tuple(member)}" if member else ""
+            *index, i, j = is_equal.nonzero()[0].tolist()
+            which = f" of matrix {tuple(index)}" if index else ""
             raise torch.linalg.LinAlgError(
-                f"eigh: eigenvalues {i} and {j}{which} are equal to rounding: a gradient of the gradient by their"
+                f"eigh: eigenvalues {i} and {j}{which} are numerically equal: a gradient of the gradient by their"
                 " eigenvectors does not exist"
             )
         inner = inner + 0.5 * (turned - turned.mT) / gaps.where(gaps != 0, 1)
@@ -163,17 +163,27 @@ def _by_reference(A: Tensor, upper: bool, vectors: bool) -> tuple[Tensor, ...]:
     return values, values.new_empty(0, 0), info
 
 
-def _forward(op, A: Tensor, upper: bool, vectors: bool, *function: str) -> tuple[Tensor, ...] | None:
+def _jvp(op, A: Tensor, upper: bool, vectors: bool, *function: str) -> tuple[Tensor, ...] | None:
     """dλ = diag(M) and dV = V (M_ij / (λ_j − λ_i)), with M = Vᵀ dA V."""
     if not vectors:
         return None
     primal, tangent = forward_ad.unpack_dual(A)
     values, vectors_, info = op(primal, upper, True, *function)
     inner = vectors_.mT @ ((tangent + tangent.mT) / 2) @ vectors_
-    turn = vectors_ @ registry.between_eigenvalues(inner, values)
+    turn = vectors_ @ between_eigenvalues(inner, values)
     grow = inner.diagonal(dim1=-2, dim2=-1)
     return forward_ad.make_dual(values, grow), forward_ad.make_dual(vectors_, turn), info
 
 
-for _op, _solve in (("eigh_ex", _by_reference), ("eigh", registry.raising(_by_reference))):
-    registry.differentiable(_op, setup=_save, backward=_backward, reference=_solve, batched=(0,), forward=_forward)
+_SOLVER = registry.Op(
+    # Without vectors they come back empty, and there is no gradient.
+    schema="eigh_ex(Tensor A, bool upper, bool vectors) -> (Tensor eigenvalues, Tensor eigenvectors, Tensor info)",
+    fake=_fake_eigh,
+    save=_save,
+    backward=_backward,
+    reference=_by_reference,
+    jvp=_jvp,
+    vmap=registry.Vmap(batched=(0,)),
+)
+registry.register(_SOLVER)
+registry.register_strict(_SOLVER, "eigh", raise_unsolved)

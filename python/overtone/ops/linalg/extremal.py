@@ -18,9 +18,10 @@ from torch import Tensor
 
 from overtone import _transforms as transforms
 from overtone import _validate as validate
+from overtone._precision import autocast_disabled, products_are_short
 from overtone.ops.linalg.eig import eig_ex, eigvals_ex
 from overtone.ops.linalg.eigh import eigh_ex
-from overtone.reference.enclosures import on_mean_zero, products_are_short
+from overtone.reference.enclosures import on_mean_zero
 from overtone.reference.linalg import NOT_STOCHASTIC, raise_unsolved, rows_sum_to_one
 
 __all__ = ["ExtremalExResult", "ExtremalResult", "extremal_eigvals", "extremal_eigvals_ex"]
@@ -111,7 +112,7 @@ def _solve_few(A: Tensor, places: Tensor, tolerance: float, found: Tensor, resid
     others = on_mean_zero(A)
     # A residual in float32 means nothing where torch multiplies in fewer bits.
     if A.shape[-1] >= LEAST_TOKENS and not products_are_short():
-        with torch.autocast(A.device.type, enabled=False):
+        with autocast_disabled(A):
             left = _arnoldi(others, places, tolerance, found, residual)
         others, places = others[left], places[left]
     if places.numel():

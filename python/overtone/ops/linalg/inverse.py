@@ -1,120 +1,72 @@
-"""Weights composed of their spectrum (MATH §4), all layers of a model in one call; for overtone.spectrum's modules.
-
-The gradients never divide by the distance of two eigenvalues, so equal ones are as good as any.
-"""
+"""inverse: public function → schema → kernel. With X = A⁻¹ and G = ∂L/∂X: ∂A = −Xᵀ G Xᵀ."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from overtone import _transforms as transforms
 from overtone import _validate as validate
 from overtone import reference
+from overtone._precision import autocast_disabled
 from overtone.backends import select
 from overtone.ops import registry
+from overtone.ops.linalg import batched
+from overtone.reference.linalg import InverseExResult, raise_unsolved
 
-__all__ = ["compose_general", "compose_symmetric"]
-
-
-def compose_symmetric(theta: Tensor, eigenvalues: Tensor, *, backend: str | None = None) -> Tensor:
-    """Q diag(λ) Qᵀ [..., n, n], exactly symmetric, with Q the orthonormal factor of theta [..., n, n]."""
-    return _compose("compose_symmetric", "theta", theta, eigenvalues, backend)
+__all__ = ["inverse", "inverse_ex"]
 
 
-def compose_general(v: Tensor, eigenvalues: Tensor, *, backend: str | None = None) -> Tensor:
-    """V diag(λ) V⁻¹ [..., n, n] of invertible v [..., n, n]."""
-    return _compose("compose_general", "v", v, eigenvalues, backend)
+def inverse(A: Tensor, *, backend: str | None = None) -> Tensor:
+    """A⁻¹ of invertible matrices [..., n, n]."""
+    A = validate.matrices("inverse", "A", A, square=True)
+    if select("inverse", backend, A) == "reference":
+        return reference.linalg.inverse(A)
+    return registry.call("inverse", A, "inverse")[0]
 
 
-def invert(v: Tensor) -> Tensor:
-    """V⁻¹ of invertible v [..., n, n] on the CPU kernels, as compose_general computes it; without a gradient."""
-    return torch.ops.overtone.compose_general(v.detach(), v.new_zeros(v.shape[:-1]))[1]
+def inverse_ex(A: Tensor, *, backend: str | None = None) -> InverseExResult:
+    """inverse that returns an info per matrix instead of raising."""
+    A = validate.matrices("inverse_ex", "A", A, square=True)
+    if select("inverse", backend, A) == "reference":
+        return reference.linalg.inverse_ex(A)
+    return InverseExResult(*registry.call("inverse_ex", A))
 
 
-def _compose(function: str, name: str, matrix: Tensor, eigenvalues: Tensor, backend: str | None) -> Tensor:
-    validate.matrices(function, name, matrix, square=True)
-    validate.matching(function, "eigenvalues", eigenvalues, tuple(matrix.shape[:-1]), matrix)
-    if select(function, backend, matrix) == "reference":
-        return getattr(reference.spectrum, function)(matrix, eigenvalues)
-    return registry.call(function, matrix, eigenvalues.contiguous())[0]
-
-
-def _fake(results: int):
-    return lambda matrix, eigenvalues: tuple(matrix.new_empty(matrix.shape) for _ in range(results))
-
-
-def _fake_backward(grad_weight, *tensors):
-    return grad_weight.new_empty(grad_weight.shape), grad_weight.new_empty(grad_weight.shape[:-1])
-
-
-registry.define(
-    "compose_symmetric(Tensor theta, Tensor eigenvalues) -> (Tensor weight, Tensor q, Tensor r)",
-    fake=_fake(3),
-    batched="spectrum.compose_symmetric",
-)
-registry.define(
-    "compose_symmetric_backward(Tensor grad_weight, Tensor eigenvalues, Tensor q, Tensor r)"
-    " -> (Tensor theta, Tensor eigenvalues)",
-    fake=_fake_backward,
-    batched="spectrum.compose_symmetric_backward",
-)
-registry.define(
-    "compose_general(Tensor v, Tensor eigenvalues) -> (Tensor weight, Tensor inverse)",
-    fake=_fake(2),
-    batched="spectrum.compose_general",
-)
-registry.define(
-    "compose_general_backward(Tensor grad_weight, Tensor v, Tensor eigenvalues, Tensor inverse)"
-    " -> (Tensor v, Tensor eigenvalues)",
-    fake=_fake_backward,
-    batched="spectrum.compose_general_backward",
-)
+def _fake(A: Tensor) -> tuple[Tensor, Tensor]:
+    return A.new_empty(A.shape), A.new_empty(A.shape[:-2], dtype=torch.int32)
 
 
 def _save(ctx, inputs, output) -> None:
+    inverse, info = output
+    ctx.mark_non_differentiable(info)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.save_for_backward(inverse, info)
+    ctx.others = len(inputs) - 1
 
 
-def _symmetric_backward(ctx, grad_weight, *_):
-    theta, eigenvalues, q, r = ctx.saved_tensors
-    if grad_weight is None:
-        return None, None
-    if transforms.open_for(grad_weight):
-        return registry.differentiable_gradient(
-            reference.spectrum.compose_symmetric, (theta, eigenvalues), (grad_weight,)
-        )
-    return torch.ops.overtone.compose_symmetric_backward(grad_weight, eigenvalues, q, r)
+def _backward(ctx, grad: Tensor | None, _grad_info):
+    inverse, info = ctx.saved_tensors
+    if grad is None:
+        return None, *(None,) * ctx.others
+    return _gradient(grad, inverse, info), *(None,) * ctx.others
 
 
-def _general_backward(ctx, grad_weight, *_):
-    v, eigenvalues, inverse = ctx.saved_tensors
-    if grad_weight is None:
-        return None, None
-    if transforms.open_for(grad_weight):
-        return registry.differentiable_gradient(reference.spectrum.compose_general, (v, eigenvalues), (grad_weight,))
-    return torch.ops.overtone.compose_general_backward(grad_weight, v, eigenvalues, inverse)
+def _gradient(grad: Tensor, inverse: Tensor, info: Tensor) -> Tensor:
+    """∂A, zero for matrices that have no inverse. In terms of X, so that it can be differentiated again."""
+    solved = (info == 0)[..., None, None]
+    x = inverse.where(solved, 0).mT
+    with autocast_disabled(x):
+        return -(x @ grad.where(solved, 0) @ x)
 
 
-def _with_nothing(compose, factors: int):
-    """The reference, with empty results in place of the factors that the kernels' backward takes."""
-    return lambda matrix, eigenvalues: (compose(matrix, eigenvalues), *(matrix.new_empty(0) for _ in range(factors)))
-
-
-registry.differentiable(
-    "compose_symmetric",
-    setup=_save,
-    backward=_symmetric_backward,
-    reference=_with_nothing(reference.spectrum.compose_symmetric, 2),
-    batched=(0, 1),
-    contiguous=(1,),
+_SOLVER = registry.Op(
+    schema="inverse_ex(Tensor A) -> (Tensor inverse, Tensor info)",
+    fake=_fake,
+    cuda=batched.inverse_ex,
+    save=_save,
+    backward=_backward,
+    reference=lambda A: tuple(reference.linalg.inverse_ex(A)),
+    vmap=registry.Vmap(batched=(0,)),
 )
-registry.differentiable(
-    "compose_general",
-    setup=_save,
-    backward=_general_backward,
-    reference=_with_nothing(reference.spectrum.compose_general, 1),
-    batched=(0, 1),
-    contiguous=(1,),
-)
+registry.register(_SOLVER)
+registry.register_strict(_SOLVER, "inverse", raise_unsolved)

@@ -1,4 +1,4 @@
-"""qr: public function → contract → kernel."""
+"""qr: public function → schema → kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from overtone import _validate as validate
 from overtone import reference
 from overtone.backends import select
 from overtone.ops import registry
-from overtone.reference.linalg import QRExResult, QRResult
+from overtone.ops.linalg.batched import qr_backward
+from overtone.reference.linalg import QRExResult, QRResult, raise_unsolved
 
 __all__ = ["qr", "qr_ex"]
 
@@ -31,7 +32,7 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QRRes
     validate.one_of("qr", "mode", mode, MODES)
     if select("qr", backend, A) == "reference":
         return reference.linalg.qr(A, mode)
-    return QRResult(*torch.ops.overtone.qr_raising(A, mode == "complete", mode != "r", "qr")[:2])
+    return QRResult(*torch.ops.overtone.qr(A, mode == "complete", mode != "r", "qr")[:2])
 
 
 def qr_ex(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QRExResult:
@@ -43,7 +44,7 @@ def qr_ex(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR
     validate.one_of("qr_ex", "mode", mode, MODES)
     if select("qr", backend, A) == "reference":
         return reference.linalg.qr_ex(A, mode)
-    return QRExResult(*torch.ops.overtone.qr(A, mode == "complete", mode != "r"))
+    return QRExResult(*torch.ops.overtone.qr_ex(A, mode == "complete", mode != "r"))
 
 
 def _fake(A, complete, need_q):
@@ -56,16 +57,12 @@ def _fake(A, complete, need_q):
     )
 
 
-registry.define("qr(Tensor A, bool complete, bool need_q) -> (Tensor Q, Tensor R, Tensor info)", fake=_fake)
-registry.define_raising(
-    "qr_raising(Tensor A, bool complete, bool need_q, str function) -> (Tensor Q, Tensor R, Tensor info)",
-    solver="qr",
-    fake=_fake,
-)
-registry.define(
-    "qr_backward(Tensor? grad_Q, Tensor? grad_R, Tensor Q, Tensor R) -> Tensor",
-    fake=lambda grad_Q, grad_R, Q, R: torch.empty_like(Q, memory_format=torch.contiguous_format),
-    batched="qr.qr_backward",
+registry.register(
+    registry.Op(
+        schema="qr_backward(Tensor? grad_Q, Tensor? grad_R, Tensor Q, Tensor R) -> Tensor",
+        fake=lambda grad_Q, grad_R, Q, R: torch.empty_like(Q, memory_format=torch.contiguous_format),
+        cuda=qr_backward,
+    )
 )
 
 
@@ -92,7 +89,7 @@ def _backward(ctx, grad_Q, grad_R, _grad_info):
         grad_A = None
     elif transforms.open_for(grad_Q, grad_R):
         grads = (torch.zeros_like(Q) if grad_Q is None else grad_Q, torch.zeros_like(R) if grad_R is None else grad_R)
-        (grad_A,) = registry.differentiable_gradient(lambda A: tuple(reference.linalg.qr_ex(A)[:2]), (A,), grads)
+        (grad_A,) = registry.double_backward_via_reference(lambda A: tuple(reference.linalg.qr_ex(A)[:2]), (A,), grads)
     elif rows >= columns:
         grad_A = torch.ops.overtone.qr_backward(grad_Q, grad_R, Q, R)
     else:
@@ -118,7 +115,13 @@ def _by_reference(A: Tensor, complete: bool, need_q: bool) -> tuple[Tensor, ...]
     return tuple(reference.linalg.qr_ex(A, "complete" if complete else "reduced" if need_q else "r"))
 
 
-registry.differentiable("qr", setup=_save, backward=_backward, reference=_by_reference, batched=(0,))
-registry.differentiable(
-    "qr_raising", setup=_save, backward=_backward, reference=registry.raising(_by_reference), batched=(0,)
+_SOLVER = registry.Op(
+    schema="qr_ex(Tensor A, bool complete, bool need_q) -> (Tensor Q, Tensor R, Tensor info)",
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+    reference=_by_reference,
+    vmap=registry.Vmap(batched=(0,)),
 )
+registry.register(_SOLVER)
+registry.register_strict(_SOLVER, "qr", raise_unsolved)

@@ -1,0 +1,22 @@
+"""Models with a regime per layer: Vision Transformers, and decoder language models."""
+
+from overtone.models.blocks import Block
+from overtone.models.cache import TokenCache
+from overtone.models.config import METHODS, GPTConfig, TransformerConfig, ViTConfig
+from overtone.models.gpt import GPT, gpt
+from overtone.models.vit import VisionTransformer, vit_base, vit_small, vit_tiny
+
+__all__ = [
+    "GPT",
+    "METHODS",
+    "Block",
+    "GPTConfig",
+    "TokenCache",
+    "TransformerConfig",
+    "ViTConfig",
+    "VisionTransformer",
+    "gpt",
+    "vit_base",
+    "vit_small",
+    "vit_tiny",
+]
