@@ -102,8 +102,9 @@ class AttentionCall(NamedTuple):
     is_causal: bool = False
     precision: str = "ieee"
     is_inference: bool = False
-    # "": with residual and norms; "autocast": both in float32; "bare": without either; "drop": autocast with stochastic
-    # depth and bias; "mixed": with gain and addend.
+    # What a model changes, joined by "+": "autocast" (residual and y are float32), "quiet" (no norms), "bare" (neither
+    # norms nor residual), "bias", "drop" (stochastic depth), "gain", "addend" (of a head: float32), "value" (an addend
+    # like the values).
     form: str = ""
 
     @property
@@ -114,29 +115,39 @@ class AttentionCall(NamedTuple):
         return ",".join((sizes, *filter(None, marks)))
 
     def __call__(self) -> None:
-        heads, batch = 3, 64
+        heads, batch, marks = 3, 64, set(self.form.split("+"))
         empty = partial(torch.empty, device="meta")
         qkv = empty(batch, self.tokens, 3, heads, self.width, dtype=self.dtype)
-        is_wide = self.form in ("autocast", "drop")
-        y_dtype = torch.float32 if is_wide else self.dtype
-        residual = None if self.form == "bare" else empty(batch, self.tokens, self.channels, dtype=y_dtype)
+        wide = torch.float32 if "autocast" in marks else self.dtype
+        residual = None if "bare" in marks else empty(batch, self.tokens, self.channels, dtype=wide)
         weight = empty(heads * self.width, self.channels)
-        bias, sample_scale = (empty(self.channels), empty(batch)) if self.form == "drop" else (None, None)
-        gain, addend = None, None
-        if self.form == "mixed":
-            gain, addend = empty(heads), empty(batch, heads, 1, self.width).expand(-1, -1, self.tokens, -1)
-        dtypes = {"bool": torch.bool, "bias": torch.float32}
-        shape = batch, heads, self.tokens, self.tokens
-        mask = empty(shape, dtype=dtypes[self.mask]) if self.mask else None
-        rest = mask, gain, addend, self.is_causal, self.width**-0.5
+        bias = empty(self.channels) if "bias" in marks else None
+        sample_scale = empty(batch) if "drop" in marks else None
+        gain = empty(heads) if "gain" in marks else None
+        mask = self._mask(batch, heads)
+        rest = mask, gain, self._addend(marks, batch, heads), self.is_causal, self.width**-0.5
         with _matmul_precision("tf32" if self.precision == "tf32" else "ieee"):
             y, _, _, attn_out, stats = attention.forward(
                 *qkv.permute(2, 0, 3, 1, 4).unbind(0), weight, bias, residual, sample_scale, *rest,
-                self.form != "bare", is_wide, not self.is_inference,
+                not marks & {"quiet", "bare"}, wide != self.dtype, not self.is_inference,
             )  # fmt: skip
-            output_mask = 0b1111 | (self.mask == "bias") << 4 | (self.form == "mixed") * 0b1100000
             if not self.is_inference:
+                wanted = (*(True,) * 4, self.mask == "bias", "gain" in marks, rest[2] is not None)
+                output_mask = sum(want << bit for bit, want in enumerate(wanted))
                 attention.backward_qkvpacked(y, qkv, weight, *rest, attn_out, stats, output_mask)
+
+    def _mask(self, batch: int, heads: int) -> torch.Tensor | None:
+        dtypes = {"bool": torch.bool, "bias": torch.float32}
+        shape = batch, heads, self.tokens, self.tokens
+        return torch.empty(shape, dtype=dtypes[self.mask], device="meta") if self.mask else None
+
+    def _addend(self, marks: set[str], batch: int, heads: int) -> torch.Tensor | None:
+        if "value" in marks:
+            packed = torch.empty(batch, self.tokens, heads, self.width, dtype=self.dtype, device="meta")
+            return packed.transpose(1, 2)
+        if "addend" in marks:
+            return torch.empty(batch, heads, 1, self.width, device="meta").expand(-1, -1, self.tokens, -1)
+        return None
 
 
 @contextmanager
@@ -150,7 +161,11 @@ def _matmul_precision(name: str) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-FORMS = ("autocast", "bare", "drop", "mixed")
+# Of models: layers with ordinary weights have a bias; AttnScale has gain and addend, centered attention an addend, and
+# NeuTRENO the first layer's values. For one architecture all of them are compiled, for the others the most common.
+FORMS = ("autocast", "autocast+bias+drop+quiet", "autocast+gain+addend+quiet", "quiet", "bare")
+PARTS = ("", "bias", "drop", "bias+drop", "gain+addend", "addend", "value")
+MODEL_ARCHITECTURE = "sm_80"
 
 
 def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
@@ -176,6 +191,8 @@ def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall
                 calls.append(call(197, width, 192, is_causal=True))
         if is_thorough:
             calls += _more_calls(call, width)
+    if architecture == MODEL_ARCHITECTURE and dtype != torch.float16:
+        calls += _model_calls(partial(AttentionCall, dtype), "" if dtype == torch.float32 else "autocast")
     return calls
 
 
@@ -185,7 +202,18 @@ def _more_calls(call: Callable[..., AttentionCall], width: int) -> list[Attentio
         calls += [call(197, width, channels, form=form) for form in (FORMS if width == 64 else FORMS[:1])]
         calls.append(call(197, width // 2 + 8, channels))  # 16 does not divide it
     calls.append(call(1024, width, 192, form="autocast"))
-    calls.append(call(1024, width, 768, "bias", form="mixed"))
+    calls.append(call(1024, width, 768, "bias", form="gain+addend"))
+    return calls
+
+
+def _model_calls(call: Callable[..., AttentionCall], autocast: str) -> list[AttentionCall]:
+    """Every form in which a ViT's layers are trained, and those of inference."""
+    calls = []
+    for channels, part, norms in itertools.product((192, 768), PARTS, ("", "quiet")):
+        calls.append(call(197, 64, channels, form="+".join(filter(None, (autocast, part, norms)))))
+    for channels, part, norms in itertools.product((192, 768), ("", "bias"), ("", "quiet")):
+        form = "+".join(filter(None, (autocast, part, norms)))
+        calls.append(call(197, 64, channels, form=form, is_inference=True))
     return calls
 
 
