@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +15,15 @@ from torch import Tensor
 
 import overtone as ot
 from overtone import hardware
-from overtone.benchmarks.harness.case import MODES, Case, InFloat32, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Function, InFloat32, Workload, with_compiled
+from overtone.benchmarks.shapes import B_224, EXTRA_SHAPES, N4096, S_224, TI_224, TI_CIFAR, AttentionShape
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 
 
-class Shape(NamedTuple):
-    label: str
-    batch: int
-    tokens: int
-    channels: int
-    heads: int
-
-    @property
-    def width(self) -> int:
-        return self.channels // self.heads
-
-
-TI_CIFAR = Shape("Ti-cifar", 64, 65, 192, 3)
-TI_224 = Shape("Ti-224", 32, 197, 192, 3)
-S_224 = Shape("S-224", 16, 197, 384, 6)
-B_224 = Shape("B-224", 8, 197, 768, 12)
-LONG = Shape("N4096", 1, 4096, 192, 3)
-# Sizes between, so that growth is visible: half the batch for twice the tokens.
-BETWEEN = (Shape("N50", 128, 50, 192, 3), Shape("Ti-384", 8, 577, 192, 3), Shape("N1025", 4, 1025, 192, 3))
-
 # How many times faster than the best plain PyTorch is wanted in float32, (forward, forward+backward). In bfloat16 as
 # fast as PyTorch in bfloat16 is wanted, and with AMX so many times faster than PyTorch in float32.
-TARGETS = {TI_CIFAR: (1.7, 1.8), TI_224: (1.65, 1.75), S_224: (1.55, 1.6), B_224: (1.35, 1.4), LONG: (1.0, 1.0)}
+TARGETS = {TI_CIFAR: (1.7, 1.8), TI_224: (1.65, 1.75), S_224: (1.55, 1.6), B_224: (1.35, 1.4), N4096: (1.0, 1.0)}
 AMX_TARGETS = {TI_CIFAR: (4.8, 3.5), TI_224: (5.3, 4.0), S_224: (5.3, 4.0), B_224: (5.6, 4.5)}
 
 # Products of attention's size and of the projection's: scores and values; backward: scores again, and two for each of
@@ -65,13 +45,13 @@ def _with_norms(function, query, key, value, eigenvalues, basis, residual):
     return y, norms.low, norms.high
 
 
-def _inputs(shape: Shape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
+def _inputs(shape: AttentionShape, dtype: torch.dtype, mode: str) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return scale * torch.randn(size, generator=generator)
 
-    qkv = random(shape.batch, shape.tokens, 3, shape.heads, shape.width).to(dtype)
+    qkv = random(shape.batch, shape.tokens, 3, shape.num_heads, shape.head_dim).to(dtype)
     basis = random(shape.channels, shape.channels, scale=shape.channels**-0.5).to(dtype)
     residual = random(shape.batch, shape.tokens, shape.channels).to(dtype)
     inputs = (*qkv.permute(2, 0, 3, 1, 4).unbind(0), random(shape.channels), basis, residual)
@@ -82,18 +62,18 @@ def _runs_on_tiles(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and (hardware.isa() or "").startswith("amx")
 
 
-def _measures(dtype: torch.dtype) -> dict[str, str]:
+def _tolerance_from(dtype: torch.dtype) -> dict[str, Function]:
     """Where softmax and heads are rounded to halves on their way into matrix instructions, as in SDPA's products.
 
     The reference, and our other kernels, keep them in float32.
     """
-    on_cpu = {"cpu": "sdpa"} if _runs_on_tiles(dtype) else {}
-    return on_cpu if dtype == torch.float32 else {"triton": "sdpa", **on_cpu}
+    on_cpu = {"cpu": _by_sdpa} if _runs_on_tiles(dtype) else {}
+    return on_cpu if dtype == torch.float32 else {"triton": _by_sdpa, **on_cpu}
 
 
-def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
+def _case(shape: AttentionShape, dtype: torch.dtype, mode: str) -> Case:
     baselines = with_compiled({"reference": partial(_with_norms, ot.reference.spectral_attention), "sdpa": _by_sdpa})
-    if shape is LONG:  # the reference's matrices of logits would take gigabytes in float64
+    if shape is N4096:  # the reference's matrices of logits would take gigabytes in float64
         baselines = {"reference": baselines["reference"], "sdpa": _by_sdpa}
     products = 2 * shape.batch * shape.tokens * shape.channels
     attention, projection = products * shape.tokens, products * shape.channels
@@ -112,14 +92,16 @@ def _case(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
         shape=shape.label,
         dtype=dtype,
         mode=mode,
-        setup=lambda: _inputs(shape, dtype, mode),
-        ours=partial(_with_norms, ot.spectral_attention),
-        baselines=baselines,
-        flops=PRODUCTS[mode][0] * attention + PRODUCTS[mode][1] * projection,
-        bytes=PRODUCTS[mode][1] * tensors * dtype.itemsize,
-        limit="matmul",
         targets=targets,
-        measures=_measures(dtype),
+        tolerance_from=_tolerance_from(dtype),
+        workload=Workload(
+            setup=lambda: _inputs(shape, dtype, mode),
+            ours=partial(_with_norms, ot.spectral_attention),
+            baselines=baselines,
+            flops=PRODUCTS[mode][0] * attention + PRODUCTS[mode][1] * projection,
+            bytes=PRODUCTS[mode][1] * tensors * dtype.itemsize,
+            bound_by="matmul",
+        ),
     )
 
 
@@ -127,7 +109,7 @@ def cases() -> list[Case]:
     return [
         _case(shape, dtype, mode)
         for dtype in (torch.float32, torch.bfloat16)
-        for shape in (*TARGETS, *BETWEEN)
+        for shape in (*TARGETS, *EXTRA_SHAPES)
         for mode in MODES
-        if dtype == torch.float32 or (shape in TARGETS and shape is not LONG)
+        if dtype == torch.float32 or (shape in TARGETS and shape is not N4096)
     ]

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import Case, Results
-from overtone.benchmarks.harness.check import Check, Evidence
+from overtone.benchmarks.harness.case import Case, Results, Workload
+from overtone.benchmarks.harness.check import Check, Expected
 from overtone.reference.dominance import Dominance, Verdict, head_weights
 
 DIM, HEADS, LAYERS, TOKENS, STD = 768, 12, 12, 197, 0.02
@@ -81,9 +81,9 @@ def _eigenvalues_only(attention: Tensor, weight: Tensor) -> Results:
     return verdict, margin, torch.zeros_like(margin)
 
 
-def _check(results: Results, evidence: Evidence) -> Check:
+def _check(results: Results, expected: Expected) -> Check:
     """Every decided verdict is the reference's, what it decides is decided, and margins agree within their bounds."""
-    found, wanted = Dominance(*results), Dominance(*evidence.plain)
+    found, wanted = Dominance(*results), Dominance(*expected.plain)
     settled = ~wanted.undecided
     wrong = int((settled & (found.verdict != wanted.verdict)).sum())
     off = (found.margin - wanted.margin).abs() - found.error - wanted.error
@@ -101,14 +101,18 @@ def _case(shape: Shape, target: float | None) -> Case:
         dtype=torch.float32,
         mode="forward",
         variant="random init" if shape.sharpness == 1 else "sharp",
-        setup=partial(_inputs, shape),
-        ours=_ours,
-        baselines={"reference": _reference, "torch eigvals": _eigenvalues_only},
-        flops=matrices * 2 * TOKENS**3,  # one product of A with itself, the least that tells its eigenvalues' spread
-        bytes=matrices * TOKENS**2 * 4,
-        limit="matmul",
         targets={} if target is None else {"reference": target, "torch eigvals": target},
         check=_check,
+        workload=Workload(
+            setup=partial(_inputs, shape),
+            ours=_ours,
+            baselines={"reference": _reference, "torch eigvals": _eigenvalues_only},
+            flops=matrices
+            * 2
+            * TOKENS**3,  # one product of A with itself, the least that tells its eigenvalues' spread
+            bytes=matrices * TOKENS**2 * 4,
+            bound_by="matmul",
+        ),
     )
 
 

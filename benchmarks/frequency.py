@@ -9,41 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import MODES, Case, Function, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Function, Workload, with_compiled
+from overtone.benchmarks.shapes import EXTRA_TOKENS, TOKENS, TokenShape
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 TAU = 0.5
 
 
-class Shape(NamedTuple):
-    batch: int
-    tokens: int
-    channels: int
-
-    @property
-    def label(self) -> str:
-        return "x".join(map(str, self))
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self)
-
-
 SETTINGS = (
-    (Shape(64, 197, 192), torch.float32),
-    (Shape(64, 197, 192), torch.bfloat16),
-    (Shape(8, 197, 768), torch.float32),
-    (Shape(256, 65, 192), torch.float32),
-    # Sizes between, so that growth is visible.
-    (Shape(64, 50, 192), torch.float32),
-    (Shape(16, 577, 192), torch.float32),
-    (Shape(8, 1025, 192), torch.float32),
+    (TOKENS[0], torch.float32),
+    (TOKENS[0], torch.bfloat16),
+    *((shape, torch.float32) for shape in (*TOKENS[1:], *EXTRA_TOKENS)),
 )
 
 
@@ -85,14 +66,14 @@ def _de_escalate_by_mean(x: Tensor) -> Tensor:
     return torch.sub(x, x.mean(-2, keepdim=True, dtype=torch.float32), alpha=TAU).to(x.dtype)
 
 
-def _tokens(shape: Shape, dtype: torch.dtype, mode: str) -> Tensor:
+def _tokens(shape: TokenShape, dtype: torch.dtype, mode: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(shape.channels, generator=generator)  # so that neither component is negligible
     x = torch.randn(shape, generator=generator) + common
     return x.to(dtype).requires_grad_(mode != FORWARD)
 
 
-def _gains(shape: Shape, trained: bool) -> tuple[Tensor, Tensor]:
+def _gains(shape: TokenShape, trained: bool) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     low, high = 1 + 0.1 * torch.randn(2, shape.channels, generator=generator)
     return low.requires_grad_(trained), high.requires_grad_(trained)
@@ -101,28 +82,34 @@ def _gains(shape: Shape, trained: bool) -> tuple[Tensor, Tensor]:
 # FLOPs and bytes: per element, counting multiplications and additions; passes over a tensor of x's size.
 
 
-def _norms(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
+def _norms(shape: TokenShape, dtype: torch.dtype, mode: str) -> Case:
     forward, backward = mode != BACKWARD, mode != FORWARD
     return Case(
         op="frequency_norms",
         shape=shape.label,
         dtype=dtype,
         mode=mode,
-        setup=lambda: (_tokens(shape, dtype, mode),),
-        ours=ot.frequency_norms,
-        baselines=with_compiled(
-            {"reference": ot.reference.frequency_norms, "by mean": _norms_by_mean, "by variance": _norms_by_variance}
-        ),
-        # sum; subtract, square, sum. Backward: subtract mean, scale, add the low part
-        flops=(4 * forward + 3 * backward) * shape.elements,
-        # read x. Backward: read x, write its gradient
-        bytes=(forward + 2 * backward) * shape.elements * dtype.itemsize,
-        limit="map" if backward else "read",
         targets={} if backward else {"reference": 3.0, "compiled reference": 1.5},
+        workload=Workload(
+            setup=lambda: (_tokens(shape, dtype, mode),),
+            ours=ot.frequency_norms,
+            baselines=with_compiled(
+                {
+                    "reference": ot.reference.frequency_norms,
+                    "by mean": _norms_by_mean,
+                    "by variance": _norms_by_variance,
+                }
+            ),
+            # sum; subtract, square, sum. Backward: subtract mean, scale, add the low part
+            flops=(4 * forward + 3 * backward) * shape.elements,
+            # read x. Backward: read x, write its gradient
+            bytes=(forward + 2 * backward) * shape.elements * dtype.itemsize,
+            bound_by="map" if backward else "read",
+        ),
     )
 
 
-def _filter(shape: Shape, dtype: torch.dtype, mode: str, *, trained: bool = False, causal: bool = False) -> Case:
+def _filter(shape: TokenShape, dtype: torch.dtype, mode: str, *, trained: bool = False, causal: bool = False) -> Case:
     forward, backward = mode != BACKWARD, mode != FORWARD
     by_hand: dict[str, Function] = {"by mean": _filter_by_mean}
     if causal:
@@ -133,31 +120,35 @@ def _filter(shape: Shape, dtype: torch.dtype, mode: str, *, trained: bool = Fals
         shape=shape.label,
         dtype=dtype,
         mode=mode,
-        setup=lambda: (_tokens(shape, dtype, mode), *_gains(shape, trained)),
-        ours=partial(ot.frequency_filter, is_causal=causal),
-        baselines=with_compiled({"reference": partial(ot.reference.frequency_filter, is_causal=causal), **by_hand}),
-        # sum; scale, add. Backward: the same, and a product and a sum for each trained gain
-        flops=(3 * forward + 3 * backward + 4 * trained) * shape.elements,
-        # read x, write y. Backward: read y's gradient, write x's; trained gains read x again
-        bytes=(2 * forward + 2 * backward + trained) * shape.elements * dtype.itemsize,
         targets={"reference": 2.0} if mode == FORWARD_BACKWARD and not causal else {},
+        workload=Workload(
+            setup=lambda: (_tokens(shape, dtype, mode), *_gains(shape, trained)),
+            ours=partial(ot.frequency_filter, is_causal=causal),
+            baselines=with_compiled({"reference": partial(ot.reference.frequency_filter, is_causal=causal), **by_hand}),
+            # sum; scale, add. Backward: the same, and a product and a sum for each trained gain
+            flops=(3 * forward + 3 * backward + 4 * trained) * shape.elements,
+            # read x, write y. Backward: read y's gradient, write x's; trained gains read x again
+            bytes=(2 * forward + 2 * backward + trained) * shape.elements * dtype.itemsize,
+        ),
     )
 
 
-def _de_escalate(shape: Shape, dtype: torch.dtype, mode: str) -> Case:
+def _de_escalate(shape: TokenShape, dtype: torch.dtype, mode: str) -> Case:
     forward, backward = mode != BACKWARD, mode != FORWARD
     return Case(
         op="de_escalate",
         shape=shape.label,
         dtype=dtype,
         mode=mode,
-        setup=lambda: (_tokens(shape, dtype, mode),),
-        ours=partial(ot.de_escalate, tau=TAU),
-        baselines=with_compiled(
-            {"reference": partial(ot.reference.de_escalate, tau=TAU), "by mean": _de_escalate_by_mean}
+        workload=Workload(
+            setup=lambda: (_tokens(shape, dtype, mode),),
+            ours=partial(ot.de_escalate, tau=TAU),
+            baselines=with_compiled(
+                {"reference": partial(ot.reference.de_escalate, tau=TAU), "by mean": _de_escalate_by_mean}
+            ),
+            flops=2 * (forward + backward) * shape.elements,
+            bytes=2 * (forward + backward) * shape.elements * dtype.itemsize,
         ),
-        flops=2 * (forward + backward) * shape.elements,
-        bytes=2 * (forward + backward) * shape.elements * dtype.itemsize,
     )
 
 

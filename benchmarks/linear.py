@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from overtone import reference
-from overtone.benchmarks.harness.case import MODES, Case, Function, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Function, Workload, with_compiled
+from overtone.benchmarks.shapes import TI_224, VITS
 from overtone.ops import linear as ops
 
-# (label, tokens, channels)
-SIZES = (("Ti-cifar", 64 * 65, 192), ("Ti-224", 16 * 197, 192), ("S-224", 16 * 197, 384), ("B-224", 8 * 197, 768))
+# Tokens of a batch: those of the attention shapes, half as many for ViT-Ti at 224 pixels.
+SIZES = tuple((vit.label, vit.tokens * (16 if vit is TI_224 else vit.batch), vit.channels) for vit in VITS)
 
 # How often every product is made: backward is one for the inputs and one for the weight.
 PRODUCTS = dict(zip(MODES, (1, 2, 3), strict=True))
@@ -34,12 +35,14 @@ def _case(op: str, label: str, tokens: int, shapes: tuple[tuple[int, ...], ...],
         shape=label,
         dtype=torch.float32,
         mode=mode,
-        setup=lambda: _inputs(tokens, shapes),
-        ours=getattr(ops, op),
-        baselines=with_compiled({"plain": plain}),
-        flops=products * PRODUCTS[mode],
-        bytes=0,
-        limit="matmul",
+        workload=Workload(
+            setup=lambda: _inputs(tokens, shapes),
+            ours=getattr(ops, op),
+            baselines=with_compiled({"plain": plain}),
+            flops=products * PRODUCTS[mode],
+            bytes=0,
+            bound_by="matmul",
+        ),
     )
 
 

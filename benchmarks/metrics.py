@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.frequency import Shape
-from overtone.benchmarks.harness.case import MODES, Case, with_compiled
+from overtone.benchmarks.harness.case import MODES, Case, Workload, with_compiled
+from overtone.benchmarks.shapes import TOKENS, TokenShape
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
-SHAPES = (Shape(64, 197, 192), Shape(8, 197, 768), Shape(256, 65, 192))
-RANK_SHAPES = (Shape(16, 65, 192), Shape(8, 197, 192), Shape(8, 197, 768))
+RANK_SHAPES = (TokenShape(16, 65, 192), TokenShape(8, 197, 192), TokenShape(8, 197, 768))
 
 
 def _cosine_by_sum(x: Tensor) -> Tensor:
@@ -36,31 +35,33 @@ def _stable_rank_by_svd(x: Tensor) -> Tensor:
     return squares.sum(-1) / squares[..., 0]
 
 
-def _tokens(shape: Shape, mode: str = FORWARD) -> tuple[Tensor]:
+def _tokens(shape: TokenShape, mode: str = FORWARD) -> tuple[Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) + torch.randn(shape.channels, generator=generator)
     return (x.requires_grad_(mode != FORWARD),)
 
 
-def _cosine(shape: Shape, mode: str) -> Case:
+def _cosine(shape: TokenShape, mode: str) -> Case:
     forward, backward = mode != BACKWARD, mode != FORWARD
     return Case(
         op="cosine_similarity",
         shape=shape.label,
         dtype=torch.float32,
         mode=mode,
-        setup=lambda: _tokens(shape, mode),
-        ours=ot.cosine_similarity,
-        baselines=with_compiled({"reference": ot.reference.cosine_similarity, "by sum": _cosine_by_sum}),
-        # square, sum, divide, sum. Backward: scale, project, add
-        flops=(4 * forward + 4 * backward) * shape.elements,
-        # read x. Backward: read x, write its gradient
-        bytes=(forward + 2 * backward) * shape.elements * 4,
-        limit="map" if backward else "read",
+        workload=Workload(
+            setup=lambda: _tokens(shape, mode),
+            ours=ot.cosine_similarity,
+            baselines=with_compiled({"reference": ot.reference.cosine_similarity, "by sum": _cosine_by_sum}),
+            # square, sum, divide, sum. Backward: scale, project, add
+            flops=(4 * forward + 4 * backward) * shape.elements,
+            # read x. Backward: read x, write its gradient
+            bytes=(forward + 2 * backward) * shape.elements * 4,
+            bound_by="map" if backward else "read",
+        ),
     )
 
 
-def _rank(op: str, shape: Shape) -> Case:
+def _rank(op: str, shape: TokenShape) -> Case:
     by_svd = {"effective_rank": _effective_rank_by_svd, "stable_rank": _stable_rank_by_svd}[op]
     small, large = sorted(shape[1:])
     return Case(
@@ -68,17 +69,19 @@ def _rank(op: str, shape: Shape) -> Case:
         shape=shape.label,
         dtype=torch.float32,
         mode=FORWARD,
-        setup=lambda: _tokens(shape),
-        ours=getattr(ot, op),
-        baselines={"reference": getattr(ot.reference, op), "svdvals": by_svd},
-        flops=shape.batch * (2 * small**2 * large + 4 * small**3 // 3),  # Gram matrix, its eigenvalues
-        bytes=shape.elements * 4,
-        limit="matmul",
+        workload=Workload(
+            setup=lambda: _tokens(shape),
+            ours=getattr(ot, op),
+            baselines={"reference": getattr(ot.reference, op), "svdvals": by_svd},
+            flops=shape.batch * (2 * small**2 * large + 4 * small**3 // 3),  # Gram matrix, its eigenvalues
+            bytes=shape.elements * 4,
+            bound_by="matmul",
+        ),
     )
 
 
 def cases() -> list[Case]:
     return [
-        *(_cosine(shape, mode) for shape in SHAPES for mode in MODES),
+        *(_cosine(shape, mode) for shape in TOKENS for mode in MODES),
         *(_rank(op, shape) for op in ("effective_rank", "stable_rank") for shape in RANK_SHAPES),
     ]

@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overtone as ot
-from overtone.benchmarks.attention import B_224, S_224, TI_224, TI_CIFAR, Shape
-from overtone.benchmarks.harness.case import Case, Results
-from overtone.benchmarks.harness.check import Check, Evidence, against_truth
+from overtone.benchmarks.harness.case import Case, Results, Workload
+from overtone.benchmarks.harness.check import Check, Expected, check_against_truth
+from overtone.benchmarks.shapes import TI_224, TI_CIFAR, VITS, AttentionShape
 from overtone.benchmarks.step import PlainAttention, basis_caches
 from overtone.libraries import imported
 from overtone.reference.linalg import inverse
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
-SHAPES = (TI_CIFAR, TI_224, S_224, B_224)
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class Built:
     parameters: tuple[tuple[Tensor, int], ...]
 
 
-Builder = Callable[[Shape, tuple[Tensor, ...]], Built]
+Builder = Callable[[AttentionShape, tuple[Tensor, ...]], Built]
 
 
-class Contender:
+class Implementation:
     """A module with the case's weights. It is built at its first call, in the dtype of the tokens."""
 
-    def __init__(self, build: Builder, shape: Shape, mode: str) -> None:
+    def __init__(self, build: Builder, shape: AttentionShape, mode: str) -> None:
         self.build, self.shape, self.mode = build, shape, mode
         self.built: dict[torch.dtype, Built] = {}
 
@@ -52,7 +51,7 @@ class Contender:
             self.built[x.dtype] = self.build(self.shape, weights)
         built = self.built[x.dtype]
         for cache in basis_caches(built.module):  # as after a step of training
-            cache.forget()
+            cache.clear()
         if self.mode == FORWARD:
             return (built.call(x),)
         return self._with_gradients(built, x.detach().requires_grad_(), grad)
@@ -83,28 +82,30 @@ def _built(module: nn.Module, values: dict[str, Tensor], parts: tuple[int, ...],
 PACKED = (3, 3, 1, 1)
 
 
-def _ours(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _ours(shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
-    module = ot.nn.SpectralAttention(shape.channels, shape.heads, "free")
+    module = ot.nn.SpectralAttention(shape.channels, shape.num_heads, "free")
     return _built(module, dict(zip(names, weights, strict=True)), PACKED)
 
 
-def _timm(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _timm(shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
-    module = imported("timm.layers").Attention(shape.channels, shape.heads, qkv_bias=True)
+    module = imported("timm.layers").Attention(shape.channels, shape.num_heads, qkv_bias=True)
     return _built(module, dict(zip(names, weights, strict=True)), PACKED)
 
 
-def _torch(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _torch(shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
-    module = nn.MultiheadAttention(shape.channels, shape.heads, batch_first=True)
+    module = nn.MultiheadAttention(shape.channels, shape.num_heads, batch_first=True)
     values = dict(zip(names, weights, strict=True))
     return _built(module, values, PACKED, lambda x: module(x, x, x, need_weights=False)[0])
 
 
-def _transformers(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _transformers(shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     library = imported("transformers.models.vit.modeling_vit")
-    config = library.ViTConfig(hidden_size=shape.channels, num_attention_heads=shape.heads, attn_implementation="sdpa")
+    config = library.ViTConfig(
+        hidden_size=shape.channels, num_attention_heads=shape.num_heads, attn_implementation="sdpa"
+    )
     module = library.ViTAttention(config)
     projections = ("q_proj", "k_proj", "v_proj")
     values = {f"{name}.weight": part for name, part in zip(projections, weights[0].chunk(3), strict=True)}
@@ -116,9 +117,9 @@ def _transformers(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
 class PlainFree(nn.Module):
     """The module in plain PyTorch, the matrices of logits written out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads = shape.num_heads
         self.qkv = nn.Linear(shape.channels, 3 * shape.channels)
         self.proj = nn.Linear(shape.channels, shape.channels)
 
@@ -128,7 +129,7 @@ class PlainFree(nn.Module):
         return self.proj((weights @ value).transpose(1, 2).flatten(2))
 
 
-def _reference(shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _reference(shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
     return _built(PlainFree(shape), dict(zip(names, weights, strict=True)), PACKED)
 
@@ -153,19 +154,19 @@ SPECTRAL_PLAIN = {"symmetric": PlainAttention, "general": PlainGeneral}
 UNPACKED = (1, 1, 1, 1)
 
 
-def _spectral(kind: str, shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _spectral(kind: str, shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("qk.weight", "qk.bias", "spectrum.basis", "spectrum.raw_eigenvalues")
-    module = ot.nn.SpectralAttention(shape.channels, shape.heads, "sharpen", kind)
+    module = ot.nn.SpectralAttention(shape.channels, shape.num_heads, "sharpen", kind)
     return _built(module, dict(zip(names, weights, strict=True)), UNPACKED)
 
 
-def _plain_spectral(kind: str, shape: Shape, weights: tuple[Tensor, ...]) -> Built:
+def _plain_spectral(kind: str, shape: AttentionShape, weights: tuple[Tensor, ...]) -> Built:
     names = ("qk.weight", "qk.bias", "theta", "psi")
-    module = SPECTRAL_PLAIN[kind](shape.channels, shape.heads)
+    module = SPECTRAL_PLAIN[kind](shape.channels, shape.num_heads)
     return _built(module, dict(zip(names, weights, strict=True)), UNPACKED)
 
 
-def _check_free(results: Results, evidence: Evidence) -> Check:
+def _check_free(results: Results, expected: Expected) -> Check:
     """The standard check of y and the gradients of x, q's, k's and v's weights and biases, proj's weight and bias.
 
     The keys' bias is judged as a part of the packed bias that it belongs to: its own gradient is zero, since a softmax
@@ -175,12 +176,14 @@ def _check_free(results: Results, evidence: Evidence) -> Check:
     def judged(parts: Results) -> Results:
         return parts if len(parts) == 1 else (*parts[:6], torch.cat(parts[5:8]), *parts[7:])
 
-    if len(results) != len(evidence.plain):
-        return Check.failed(f"got {len(results)} results, wanted {len(evidence.plain)}")
-    return against_truth(judged(results), replace(evidence, plain=judged(evidence.plain), truth=judged(evidence.truth)))
+    if len(results) != len(expected.plain):
+        return Check.failed(f"got {len(results)} results, wanted {len(expected.plain)}")
+    return check_against_truth(
+        judged(results), replace(expected, plain=judged(expected.plain), truth=judged(expected.truth))
+    )
 
 
-def _inputs(shape: Shape, kind: str) -> tuple[Tensor, ...]:
+def _inputs(shape: AttentionShape, kind: str) -> tuple[Tensor, ...]:
     """Tokens, the gradient of the result, and weights of a kind's shapes."""
     generator = torch.Generator().manual_seed(0)
     d, tokens = shape.channels, (shape.batch, shape.tokens, shape.channels)
@@ -196,12 +199,12 @@ def _inputs(shape: Shape, kind: str) -> tuple[Tensor, ...]:
     return x, grad, random(2 * d, d, scale=scale), random(2 * d), basis, raw
 
 
-def _case(kind: str, shape: Shape, mode: str) -> Case:
+def _case(kind: str, shape: AttentionShape, mode: str) -> Case:
     if kind == "free":
         builders: dict[str, Builder] = {"ours": _ours, **FREE}
     else:
         builders = {"ours": partial(_spectral, kind), "plain": partial(_plain_spectral, kind)}
-    contenders = {name: Contender(build, shape, mode) for name, build in builders.items()}
+    implementations = {name: Implementation(build, shape, mode) for name, build in builders.items()}
     tokens, both = shape.batch * shape.tokens, mode == FORWARD_BACKWARD
     linear, attention = 8 * tokens * shape.channels**2, 2 * tokens * shape.tokens * shape.channels
     return Case(
@@ -210,20 +213,22 @@ def _case(kind: str, shape: Shape, mode: str) -> Case:
         shape=shape.label,
         dtype=torch.float32,
         mode=mode,
-        setup=lambda: _inputs(shape, kind),
-        ours=contenders.pop("ours"),
-        baselines=contenders,
-        flops=(3 if both else 1) * linear + (7 if both else 2) * attention,
-        bytes=(3 if both else 1) * 2 * tokens * shape.channels * 4,
-        limit="matmul",
-        check=_check_free if kind == "free" else against_truth,
-        takes_backward=both,
+        check=_check_free if kind == "free" else check_against_truth,
+        workload=Workload(
+            setup=lambda: _inputs(shape, kind),
+            ours=implementations.pop("ours"),
+            baselines=implementations,
+            flops=(3 if both else 1) * linear + (7 if both else 2) * attention,
+            bytes=(3 if both else 1) * 2 * tokens * shape.channels * 4,
+            bound_by="matmul",
+            runs_own_backward=both,
+        ),
     )
 
 
 def cases() -> list[Case]:
     modes = (FORWARD, FORWARD_BACKWARD)
     return [
-        *(_case("free", shape, mode) for shape in SHAPES for mode in modes),
+        *(_case("free", shape, mode) for shape in VITS for mode in modes),
         *(_case(kind, shape, mode) for kind in SPECTRAL_PLAIN for shape in (TI_CIFAR, TI_224) for mode in modes),
     ]

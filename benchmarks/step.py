@@ -16,42 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overtone as ot
-from overtone.benchmarks.harness.case import Case, Compiled, Function
+from overtone.benchmarks.harness.case import Case, Compiled, Function, Workload
+from overtone.benchmarks.shapes import STEP_B_224, STEP_TI_224, STEP_TI_CIFAR, ImageShape
 from overtone.ops.basis import BasisCache, orthonormal_basis
 
-CLASSES, DEPTH = 10, 12
+CLASSES = 10
 
 
-class Shape(NamedTuple):
-    label: str
-    batch: int
-    image: int
-    patch: int
-    dim: int = 192
-    heads: int = 3
-    depth: int = DEPTH
+def _model(shape: ImageShape) -> ot.models.VisionTransformer:
+    config = ot.models.ViTConfig(
+        image_size=shape.image_size, patch_size=shape.patch_size, num_classes=CLASSES, regime="sharpen",
+        dim=shape.dim, num_heads=shape.num_heads, depth=shape.depth,
+    )  # fmt: skip
+    return ot.models.VisionTransformer(config)
 
-    def ours(self) -> ot.models.VisionTransformer:
-        config = ot.models.ViTConfig(
-            image_size=self.image, patch_size=self.patch, num_classes=CLASSES, regime="sharpen",
-            dim=self.dim, num_heads=self.heads, depth=self.depth,
-        )  # fmt: skip
-        return ot.models.VisionTransformer(config)
-
-    @property
-    def tokens(self) -> int:
-        return (self.image // self.patch) ** 2 + 1
-
-
-CIFAR = Shape("Ti-cifar", 64, 32, 4)
-TI_224 = Shape("Ti-224", 16, 224, 16)
-B_224 = Shape("B-224", 16, 224, 16, 768, 12)
 
 # (eager against eager, compiled against compiled) that is wanted, and eager with the norms of every layer.
 TARGETS, NORMS_TARGET = (1.15, 1.08), 1.25
 
 # The largest share of a step that the factorisation of the bases and its gradient may take.
-SHARES = {TI_224: 0.02, B_224: 0.05}
+SHARES = {STEP_TI_224: 0.02, STEP_B_224: 0.05}
 
 
 class PlainAttention(nn.Module):
@@ -94,12 +78,12 @@ def _plain_norms(x: Tensor) -> tuple[Tensor, Tensor]:
 class PlainViT(nn.Module):
     """The same model as vit_tiny(..., "sharpen"), in plain PyTorch."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ImageShape) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, shape.dim, shape.patch, shape.patch)
+        self.patches = nn.Conv2d(3, shape.dim, shape.patch_size, shape.patch_size)
         self.cls_token = nn.Parameter(torch.empty(1, 1, shape.dim))
         self.pos_embed = nn.Parameter(torch.empty(1, shape.tokens, shape.dim))
-        self.blocks = nn.ModuleList(PlainBlock(shape.dim, shape.heads) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(PlainBlock(shape.dim, shape.num_heads) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.dim, eps=1e-6)
         self.head = nn.Linear(shape.dim, CLASSES)
 
@@ -141,7 +125,7 @@ def basis_caches(model: nn.Module) -> list[BasisCache]:
 class Kind(NamedTuple):
     """Which step is taken."""
 
-    shape: Shape
+    shape: ImageShape
     return_norms: bool = False
     compiled: bool = False
     autocast: bool = False  # to bfloat16
@@ -157,7 +141,7 @@ class Step:
 
     def __init__(self, kind: Kind, plain: bool, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        ours = kind.shape.ours()
+        ours = _model(kind.shape)
         model: nn.Module = ours
         if plain:
             model = PlainViT(kind.shape)
@@ -173,7 +157,7 @@ class Step:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """lr is zero: every call gives the same result. It does all of a step's work: the bases are factorised anew."""
         for kept in self.caches:
-            kept.forget()
+            kept.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
             loss = self._loss(images, labels)
         loss.backward()
@@ -189,7 +173,7 @@ class Step:
         return F.cross_entropy(logits, labels) + 1e-3 * (high.mean() - low.mean())
 
 
-def _contender(kind: Kind, plain: bool) -> Function:
+def _implementation(kind: Kind, plain: bool) -> Function:
     """A function of (images, labels). Its model is made at the first call, in the dtype of the images."""
 
     @cache
@@ -206,19 +190,19 @@ class _CompiledStep(Compiled):
         return self.function(*inputs)
 
 
-def _images_and_labels(shape: Shape) -> tuple[Tensor, Tensor]:
+def _images_and_labels(shape: ImageShape) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(shape.batch, 3, shape.image, shape.image, generator=generator)
+    images = torch.randn(shape.batch, 3, shape.image_size, shape.image_size, generator=generator)
     return images, torch.randint(CLASSES, (shape.batch,), generator=generator)
 
 
 def step_case(kind: Kind) -> Case:
     shape = kind.shape
-    ours = _contender(kind, False)
-    baselines = {"plain": _contender(kind._replace(compiled=False), True)}
+    ours = _implementation(kind, False)
+    baselines = {"plain": _implementation(kind._replace(compiled=False), True)}
     targets = {"plain": NORMS_TARGET if kind.return_norms else TARGETS[0]}
     if kind.compiled:
-        baselines["compiled plain"] = _CompiledStep(_contender(kind, True))
+        baselines["compiled plain"] = _CompiledStep(_implementation(kind, True))
         targets = {"compiled plain": TARGETS[1]}
     tokens = shape.batch * shape.tokens
     linear = 12 * shape.dim**2 * tokens * shape.depth
@@ -229,13 +213,15 @@ def step_case(kind: Kind) -> Case:
         shape=shape.label,
         dtype=torch.bfloat16 if kind.autocast else torch.float32,
         mode="forward",  # the step takes its own backward
-        setup=lambda: _images_and_labels(shape),
-        ours=_CompiledStep(ours) if kind.compiled else ours,
-        baselines=baselines,
-        flops=2 * 3 * linear + 2 * 7 * attention // 2,
-        bytes=0,
-        limit="matmul",
         targets={} if kind.autocast else targets,
+        workload=Workload(
+            setup=lambda: _images_and_labels(shape),
+            ours=_CompiledStep(ours) if kind.compiled else ours,
+            baselines=baselines,
+            flops=2 * 3 * linear + 2 * 7 * attention // 2,
+            bytes=0,
+            bound_by="matmul",
+        ),
     )
 
 
@@ -251,9 +237,9 @@ def _by_linalg(theta: Tensor) -> Tensor:
     return basis * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
 
 
-def _share_case(shape: Shape) -> Case:
+def _share_case(shape: ImageShape) -> Case:
     """The factorisation of all bases and its gradient. "whole step" over that is one over its share of the step."""
-    step = _contender(Kind(shape), False)
+    step = _implementation(Kind(shape), False)
 
     def setup() -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -279,20 +265,22 @@ def _share_case(shape: Shape) -> Case:
         shape=shape.label,
         dtype=torch.float32,
         mode="forward",
-        setup=setup,
-        ours=ours,
-        baselines={"torch.linalg": by_linalg, "whole step": whole_step},
-        flops=shape.depth * 23 * shape.dim**3 // 3,  # R and Q 8/3 n³; the gradient two products and a solve, 5 n³
-        bytes=0,
-        limit="matmul",
         targets={"whole step": 1 / SHARES[shape]},
+        workload=Workload(
+            setup=setup,
+            ours=ours,
+            baselines={"torch.linalg": by_linalg, "whole step": whole_step},
+            flops=shape.depth * 23 * shape.dim**3 // 3,  # R and Q 8/3 n³; the gradient two products and a solve, 5 n³
+            bytes=0,
+            bound_by="matmul",
+        ),
     )
 
 
 def cases() -> list[Case]:
     steps = [
         Kind(shape, **options)
-        for shape in (CIFAR, TI_224)
+        for shape in (STEP_TI_CIFAR, STEP_TI_224)
         for options in ({}, {"return_norms": True}, {"compiled": True}, {"autocast": True})
     ]
     return [*map(step_case, steps), *map(_share_case, SHARES)]

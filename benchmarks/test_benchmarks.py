@@ -1,7 +1,7 @@
 """The cases under pytest-benchmark: `pytest benchmarks/`; with --benchmark-disable only the checks.
 
-One group per case, ours and the baselines side by side. A contender whose check fails is not timed. The standard set,
-which the README shows; with --all-cases every case.
+One group per case, ours and the baselines side by side. An implementation whose check fails is not timed. Runs the
+standard set, which docs/benchmarks.md shows; with --all-cases every case.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 import overtone as ot
 from overtone.benchmarks.harness.case import Case, is_compiled
-from overtone.benchmarks.harness.runner import Trial, all_cases, contenders
+from overtone.benchmarks.harness.runner import PreparedCase, all_cases, implementations
 from overtone.benchmarks.harness.tables import standard_names
 
 
@@ -25,29 +25,29 @@ def pytest_generate_tests(metafunc) -> None:
             pytest.param(case, name, id=f"{case.name}-{name}".replace(" ", "_"))
             for case in all_cases()
             if wanted is None or case.name in wanted
-            for name in contenders(case)
+            for name in implementations(case)
         ],
     )
 
 
-@lru_cache(maxsize=1)  # the contenders of a case follow each other
-def _trial(case: Case) -> Trial:
-    return Trial(case)
+@lru_cache(maxsize=1)  # the implementations of a case follow each other
+def _prepared(case: Case) -> PreparedCase:
+    return PreparedCase(case)
 
 
-def test_contender(benchmark, case: Case, name: str) -> None:
+def test_implementation(benchmark, case: Case, name: str) -> None:
     status = ot.backends()[case.backend]
     if not status.available:
         pytest.skip(status.detail)
-    function = contenders(case)[name]
+    function = implementations(case)[name]
     if is_compiled(function):
         if benchmark.disabled:
             pytest.skip("torch.compile takes minutes for all cases: run without --benchmark-disable")
         torch.compiler.reset()
     with ot.use_backend(case.backend):
-        trial = _trial(case)
-        call = trial.call(function)
-        check = trial.check(name, call)
+        prepared = _prepared(case)
+        call = prepared.call(function)
+        check = prepared.check(name, call)
         if check.skipped:
             pytest.skip(check.message)
         assert check.passed, check.message

@@ -19,7 +19,7 @@ from overtone.benchmarks.harness.baselines import SplitOverThreads
 from overtone.benchmarks.harness.case import Case
 
 # Ops that run on another op's kernels. What is neither here nor in SUPPORT, such as a whole model, runs on the CPU.
-KERNELS_OF = {
+SUPPORT_OF = {
     "de_escalate": "frequency_filter",
     "cosine_similarity": "frequency_norms",
     "extremal_eigvals": "eigvals",
@@ -35,7 +35,7 @@ def device_of(backend: str) -> str:
 
 def placed(case: Case) -> list[Case]:
     """The case, and a copy of it for every backend present."""
-    kernels = SUPPORT.get(KERNELS_OF.get(case.op, case.op), {})
+    kernels = SUPPORT.get(SUPPORT_OF.get(case.op, case.op), {})
     status = ot.backends()
     others = [
         name
@@ -48,8 +48,8 @@ def placed(case: Case) -> list[Case]:
 def _copy(case: Case, backend: str) -> Case:
     """Targets are of the CPU, and so is splitting a batch over its threads."""
     split = SplitOverThreads if device_of(backend) != "cpu" else ()
-    baselines = {name: function for name, function in case.baselines.items() if not isinstance(function, split)}
-    return replace(case, backend=backend, baselines=baselines, targets={})
+    kept = {name: function for name, function in case.workload.baselines.items() if not isinstance(function, split)}
+    return replace(case, backend=backend, workload=replace(case.workload, baselines=kept), targets={})
 
 
 def moved(value: Any, device: str) -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overtone.benchmarks.harness.check import Check, Evidence, against_truth
+from overtone.benchmarks.harness.check import Check, Expected, check_against_truth
 
 MODES = ("forward", "backward", "forward+backward")
 
 # What a case can at best be limited by: reading memory, reading and writing it, or multiplying matrices.
-LIMITS = ("read", "map", "matmul")
+BOUNDS = ("read", "map", "matmul")
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Any]
@@ -56,43 +56,63 @@ def is_compiled(function: Function) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """One op at one shape, dtype and mode.
+class Workload:
+    """What a case runs.
 
-    `ours` and every baseline take what `setup` returns and give a tensor or a tuple of tensors. The gradients of the
-    modes with a backward are taken of all results, with respect to every input that requires one. The first baseline
-    is the eager reference: in float64 it is the truth, at the case's precision its error sets the tolerance, unless
-    `measures` names another baseline for that backend.
+    `ours` and every baseline take what `setup` returns and give a tensor or a tuple of tensors. The first baseline is
+    the eager reference: in float64 it is the truth.
+    """
+
+    setup: Callable[[], tuple[Any, ...]]
+    ours: Function
+    baselines: Mapping[str, Function]
+    flops: int
+    bytes: int  # the least traffic: what must be read and written, once each
+    bound_by: str = "map"
+    runs_own_backward: bool = False  # the functions take their own backward and return the gradients
+
+    def __post_init__(self) -> None:
+        if self.bound_by not in BOUNDS:
+            raise ValueError(f"bound_by: got {self.bound_by!r}, wanted one of {', '.join(BOUNDS)}")
+        if not self.baselines:
+            raise ValueError("baselines: got none, wanted at least one")
+
+    @property
+    def reference(self) -> Function:
+        return next(iter(self.baselines.values()))
+
+    @property
+    def work(self) -> int:
+        """FLOPs or bytes, whichever bounds it."""
+        return self.flops if self.bound_by == "matmul" else self.bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One op at one shape, dtype and mode, what it runs, and how the results are judged.
+
+    The gradients of the modes with a backward are taken of all results, with respect to every input that requires one.
+    At the case's precision the reference's error sets the tolerance, unless `tolerance_from` has another function for
+    the backend.
     """
 
     op: str
     shape: str
     dtype: torch.dtype
     mode: str
-    setup: Callable[[], tuple[Any, ...]]
-    ours: Function
-    baselines: Mapping[str, Function]
-    flops: int
-    bytes: int  # the least traffic: what must be read and written, once each
-    limit: str = "map"
+    workload: Workload
     variant: str = ""  # what distinguishes cases of one op, for instance "causal"
+    backend: str = "cpu"  # whose kernels run; backends.py adds a copy of the case for every other one that is here
     targets: Mapping[str, float] = field(default_factory=dict)  # baseline -> how many times faster we want to be
-    check: Callable[[Results, Evidence], Check] = against_truth
-    backend: str = "cpu"  # whose kernels run; placement.py adds a copy of the case for every other one that is here
-    measures: Mapping[str, str] = field(default_factory=dict)  # backend -> the baseline whose error sets the tolerance
-    takes_backward: bool = False  # the functions take their own backward and return the gradients
+    check: Callable[[Results, Expected], Check] = check_against_truth
+    tolerance_from: Mapping[str, Function] = field(default_factory=dict)  # by backend
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode: got {self.mode!r}, wanted one of {', '.join(MODES)}")
-        if self.limit not in LIMITS:
-            raise ValueError(f"limit: got {self.limit!r}, wanted one of {', '.join(LIMITS)}")
-        unknown = set(self.targets) - set(self.baselines)
-        if not self.baselines or unknown:
-            raise ValueError(f"{self.name}: wanted a baseline for every target, at least one; missing {unknown or ''}")
-        strangers = set(self.measures.values()) - set(self.baselines)
-        if strangers:
-            raise ValueError(f"measures: got {strangers}, wanted some of {', '.join(self.baselines)}")
+        unknown = set(self.targets) - set(self.workload.baselines)
+        if unknown:
+            raise ValueError(f"{self.name}: got targets for {', '.join(unknown)}, wanted baselines")
 
     @property
     def dtype_name(self) -> str:
@@ -105,23 +125,19 @@ class Case:
         return " ".join(filter(None, (self.op, self.variant, self.shape, self.dtype_name, self.mode, backend)))
 
     @property
-    def binding(self) -> str:
+    def call_mode(self) -> str:
         """The mode in which the functions are called."""
-        return "forward" if self.takes_backward else self.mode
-
-    @property
-    def reference(self) -> Function:
-        return next(iter(self.baselines.values()))
+        return "forward" if self.workload.runs_own_backward else self.mode
 
     @property
     def plain(self) -> Function:
-        measure = self.measures.get(self.backend)
-        return self.reference if measure is None else self.baselines[measure]
+        """Plain PyTorch whose error sets the tolerance."""
+        return self.tolerance_from.get(self.backend, self.workload.reference)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One contender ready to run. Only `run` is timed; `prepare` makes what it takes."""
+    """An implementation ready to run. Only `run` is timed; `prepare` makes what it takes."""
 
     run: Callable[[Any], Results]
     prepare: Callable[[], Any] = lambda: None

@@ -27,7 +27,7 @@ from overtone.benchmarks.harness import machine
 CONFIDENCE = 0.99
 TOLERANCE = 0.02  # a smaller change is not looked for
 ROUNDS, FEWEST_ROUNDS, SLICE_SECONDS = 20, 8, 0.05
-PATIENCE = 3  # times as many rounds are tried on a machine that others use
+MAX_RETRY_FACTOR = 3  # times as many rounds are tried on a machine that others use
 
 
 class SideDied(RuntimeError):
@@ -118,7 +118,7 @@ class Comparison:
     case: str
     old: tuple[float, ...] = ()
     new: tuple[float, ...] = ()
-    trusted: bool = True
+    reliable: bool = True
     failure: str = ""
     tolerance: float = TOLERANCE
 
@@ -140,7 +140,7 @@ class Comparison:
         return "faster" if high < 1 - self.tolerance else "same"
 
     def row(self) -> str:
-        mark = "" if self.trusted else "~"
+        mark = "" if self.reliable else "~"
         if self.failure:
             return f"{self.verdict:8}{self.case}: {self.failure}"
         low, high = self.interval
@@ -166,18 +166,18 @@ def compare(
         side.run(0.0)  # the first call after the other side's set-up
     kept: list[tuple[float, float]] = []
     every: list[tuple[float, float]] = []
-    while len(kept) < rounds and len(every) < PATIENCE * rounds:
-        load = machine.ForeignLoad(lambda: time.process_time() + old.cpu + new.cpu)
+    while len(kept) < rounds and len(every) < MAX_RETRY_FACTOR * rounds:
+        load = machine.OtherLoad(lambda: time.process_time() + old.cpu + new.cpu)
         if len(every) % 2:
             pair = (old.run(seconds), new.run(seconds))
         else:
             pair = (new.run(seconds), old.run(seconds))[::-1]
         every.append(pair)
-        if not machine.is_disturbed(load.cpus()):
+        if not machine.is_noisy(load.cpus()):
             kept.append(pair)
-    trusted = len(kept) >= min(rounds, FEWEST_ROUNDS)
-    old_seconds, new_seconds = zip(*(kept if trusted else every), strict=True)
-    return Comparison(case, old_seconds, new_seconds, trusted, tolerance=tolerance)
+    reliable = len(kept) >= min(rounds, FEWEST_ROUNDS)
+    old_seconds, new_seconds = zip(*(kept if reliable else every), strict=True)
+    return Comparison(case, old_seconds, new_seconds, reliable, tolerance=tolerance)
 
 
 Sides = Callable[[], tuple[Any, Any]]  # two context managers, of the old side and of the new one

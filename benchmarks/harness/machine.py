@@ -15,8 +15,8 @@ import torch
 from overtone import hardware
 from overtone.benchmarks.harness.case import Call, synchronized
 
-# CPUs that other processes may use before a measurement counts as disturbed: 6 % of one.
-FOREIGN_LIMIT = 0.06
+# CPUs that other processes may use before a measurement counts as noisy: 6 % of one.
+MAX_OTHER_LOAD = 0.06
 # /proc/stat counts in ticks of 10 ms, so that a short measurement can be off by about two.
 RESOLUTION_SECONDS = 0.02
 
@@ -31,7 +31,7 @@ def busy_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-class ForeignLoad:
+class OtherLoad:
     """How much CPU others use from its creation on: the machine's busy time minus our own.
 
     own: the CPU time that is ours so far; default: this process's.
@@ -53,24 +53,24 @@ class ForeignLoad:
         return seconds / (time.perf_counter() - self._wall)
 
 
-def is_disturbed(foreign_cpus: float | None) -> bool:
-    return foreign_cpus is not None and foreign_cpus > FOREIGN_LIMIT
+def is_noisy(other_cpu_load: float | None) -> bool:
+    return other_cpu_load is not None and other_cpu_load > MAX_OTHER_LOAD
 
 
-def foreign_cpus(seconds: float = 1.0) -> float | None:
+def other_cpu_load(seconds: float = 1.0) -> float | None:
     """The CPUs others use while this process sleeps for `seconds`."""
-    load = ForeignLoad()
+    load = OtherLoad()
     time.sleep(seconds)
     return load.cpus()
 
 
-def memory_probes(limit: str, size: int, device: str = "cpu") -> dict[str, Call]:
+def memory_probes(bound_by: str, size: int, device: str = "cpu") -> dict[str, Call]:
     """Plain passes over `size` bytes: the fastest of them is the bandwidth that a case of that traffic can have."""
 
     def ones(share: int) -> torch.Tensor:
         return torch.ones(max(1, size // share), device=device)
 
-    if limit == "read":
+    if bound_by == "read":
         data = ones(4)
         probes = {"sum": Call(lambda _: (data.sum(),)), "max": Call(lambda _: (data.amax(),))}
     else:
@@ -125,7 +125,7 @@ def commit() -> str | None:
     """The commit of overtone's checkout, with "+changes" if it was edited; None for an installed package."""
     top = _git("rev-parse", "--show-toplevel")
     # An installed copy may lie inside somebody else's checkout, whose commit would say nothing.
-    if top is None or Path(top) != Path(__file__).resolve().parent.parent:
+    if top is None or Path(top) != Path(__file__).resolve().parents[2]:
         return None
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return f"{_git('rev-parse', 'HEAD')}{'+changes' if changes else ''}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,9 +25,17 @@ RESET_PEAK = "5"  # what clear_refs wants for it: man 5 proc
 
 def peak_bytes(call: Call, device: str = "cpu") -> int | None:
     """Bytes; None where the system does not say. The call must have run before, so that nothing is loaded here."""
+    _freeze_what_is_loaded()
     state = call.prepare()
     gc.collect()
     return _on_cpu(call, state) if device == "cpu" else _on_gpu(call, state)
+
+
+@cache
+def _freeze_what_is_loaded() -> None:
+    """Once: what libraries hold for good is no garbage, and looking through it would take a second every time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _on_cpu(call: Call, state: object) -> int | None:

@@ -10,7 +10,7 @@ from overtone.benchmarks.harness.runner import OURS, Result, Run
 
 FAILED = "FAILED"
 SKIPPED = "skipped"
-UNTRUSTED = "~"
+UNRELIABLE = "~"
 FORMAT = 2  # of the JSON; docs/benchmarks.md describes it
 
 
@@ -29,7 +29,7 @@ def _ratio(result: Result, baseline: str) -> str:
 
 
 def _rate(result: Result) -> str:
-    unit = "GFLOP/s" if result.case.limit == "matmul" else "GB/s"
+    unit = "GFLOP/s" if result.case.workload.bound_by == "matmul" else "GB/s"
     return "-" if result.rate is None else f"{result.rate / 1e9:.1f} {unit}"
 
 
@@ -56,18 +56,18 @@ def _targets(result: Result) -> str:
 
 
 def _row(result: Result, baselines: Sequence[str]) -> list[str]:
-    case, best = result.case, result.best_plain
+    case, best = result.case, result.fastest_baseline
     if result.ours is None:
         ours = minimum = FAILED
     else:
         ours, minimum = _milliseconds(result.ours.median), _milliseconds(result.ours.minimum)
     return [
-        ("" if result.trusted else UNTRUSTED) + case.shape,
+        ("" if result.reliable else UNRELIABLE) + case.shape,
         case.dtype_name,
         case.mode,
         ours,
         minimum,
-        *(_ratio(result, name) if name in case.baselines else "" for name in baselines),
+        *(_ratio(result, name) if name in case.workload.baselines else "" for name in baselines),
         f"{best[1]:.2f}x" if best else FAILED,
         _megabytes(result, OURS),
         _megabytes(result, best[0] if best else None),
@@ -91,7 +91,7 @@ def _title(result: Result) -> str:
 
 
 def _table_of(title: str, results: list[Result]) -> list[str]:
-    baselines = list(dict.fromkeys(name for result in results for name in result.case.baselines))
+    baselines = list(dict.fromkeys(name for result in results for name in result.case.workload.baselines))
     measured = [name for name in baselines if any(name in result.checks for result in results)]
     header = ["shape", "dtype", "mode", "ours", "ours min", *measured, "best plain"]
     header += ["memory", "its memory", "rate", "of peak", "round trip", "targets"]
@@ -113,10 +113,10 @@ def _skips(run: Run) -> list[str]:
     return list(dict.fromkeys(f"{SKIPPED} {name}: {check.message}" for name, check in checks if check.skipped))
 
 
-def _disturbances(run: Run) -> str:
-    marked = sum(not result.trusted for result in run.results)
-    before = "unknown" if run.foreign_cpus is None else f"{run.foreign_cpus:.2f}"
-    return f"CPUs in use before the run: {before}; cases with too few undisturbed rounds, marked {UNTRUSTED}: {marked}"
+def _noise(run: Run) -> str:
+    marked = sum(not result.reliable for result in run.results)
+    before = "unknown" if run.other_cpu_load is None else f"{run.other_cpu_load:.2f}"
+    return f"CPUs in use before the run: {before}; cases with too few clean rounds, marked {UNRELIABLE}: {marked}"
 
 
 def _warnings(run: Run) -> list[str]:
@@ -125,8 +125,8 @@ def _warnings(run: Run) -> list[str]:
         lines.append(f"WARNING: INTERRUPTED; {run.left_out} cases that were to follow were not run.")
     if not run.idle:
         lines.append("WARNING: OTHER PROCESSES USED THE MACHINE; these figures are not to be quoted.")
-        lines.append(f"         {_disturbances(run)}")
-    if run.foreign_cpus is None:
+        lines.append(f"         {_noise(run)}")
+    if run.other_cpu_load is None:
         lines.append("NOTE: this system does not say whether others use the machine.")
     if run.quick:
         lines.append("NOTE: a quick run shows that everything works; its figures mean little.")
@@ -134,7 +134,7 @@ def _warnings(run: Run) -> list[str]:
 
 
 def _summary(run: Run) -> list[str]:
-    best = [(result, result.best_plain[1]) for result in run.results if result.best_plain]
+    best = [(result, result.fastest_baseline[1]) for result in run.results if result.fastest_baseline]
     if not best:
         return []
     losses = [f"  {ratio:.2f}x {result.case.name}" for result, ratio in best if ratio < 1]
@@ -172,7 +172,7 @@ def table(run: Run) -> str:
 
 
 def _result_as_json(result: Result) -> dict[str, object]:
-    case, best, measurement = result.case, result.best_plain, result.measurement
+    case, best, measurement = result.case, result.fastest_baseline, result.measurement
     return {
         "name": case.name,
         "op": case.op,
@@ -181,15 +181,15 @@ def _result_as_json(result: Result) -> dict[str, object]:
         "dtype": case.dtype_name,
         "mode": case.mode,
         "backend": case.backend,
-        "flops": case.flops,
-        "bytes": case.bytes,
-        "limit": case.limit,
+        "flops": case.workload.flops,
+        "bytes": case.workload.bytes,
+        "limit": case.workload.bound_by,
         "passed": result.passed,
-        "baselines": list(case.baselines),
+        "baselines": list(case.workload.baselines),
         "checks": {name: _finite(asdict(check)) for name, check in result.checks.items()},
-        "trusted": result.trusted,
+        "trusted": result.reliable,
         "rounds": measurement.rounds if measurement else 0,
-        "undisturbed_rounds": measurement.undisturbed_rounds if measurement else 0,
+        "undisturbed_rounds": measurement.clean_rounds if measurement else 0,
         "round_trips": list(measurement.round_trips) if measurement else [],
         "seconds": {name: asdict(timing) for name, timing in measurement.timings.items()} if measurement else {},
         "memory": dict(result.memory),
@@ -217,7 +217,7 @@ def as_json(run: Run) -> dict[str, object]:
         "left_out": run.left_out,
         "quick": run.quick,
         "idle": run.idle,
-        "foreign_cpus": run.foreign_cpus,
+        "foreign_cpus": run.other_cpu_load,
         "machine": run.machine,
         "plan": asdict(run.plan),
         "matmul_peaks": run.matmul_peaks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from overtone.benchmarks.harness.case import (
     is_compiled,
     synchronized,
 )
-from overtone.benchmarks.harness.check import Check, Evidence, widened
+from overtone.benchmarks.harness.check import Check, Expected, widened
 from overtone.benchmarks.harness.timing import Measurement, Plan, Timing, interleave
 from overtone.libraries import MissingLibrary
 
@@ -55,52 +56,52 @@ def all_cases() -> list[Case]:
     return [copy for module in modules for case in module.cases() for copy in placed(case)]
 
 
-class Trial:
-    """A case with its inputs made, and the evidence by which its contenders are judged, on the CPU."""
+class PreparedCase:
+    """A case with its inputs made, and what its implementations' results are compared with, on the CPU."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.device = device_of(case.backend)
-        given = case.setup()
+        given = case.workload.setup()
         self.inputs = tuple(moved(value, self.device) for value in given)
         self.grads = self._random_grads()
         plain = self.call(case.plain).results()
-        self.evidence = Evidence(given, _on_cpu(plain), _on_cpu(self._truth()))
+        self.expected = Expected(given, _on_cpu(plain), _on_cpu(self._truth()))
 
     def call(self, function: Function) -> Call:
         inputs, grads = self.inputs, self.grads
         if isinstance(function, InFloat32):
             inputs = tuple(_cast_input(x, torch.float32) for x in inputs)
             grads = tuple(x.float() for x in grads)
-        return synchronized(bind(function, inputs, grads, self.case.binding), self.device)
+        return synchronized(bind(function, inputs, grads, self.case.call_mode), self.device)
 
     def check(self, name: str, call: Call) -> Check:
-        """Whether the contender of that name gives the right results."""
-        evidence, in_float32 = self.evidence, isinstance(self.case.baselines.get(name), InFloat32)
+        """Whether the implementation of that name gives the right results."""
+        expected, in_float32 = self.expected, isinstance(self.case.workload.baselines.get(name), InFloat32)
         if name != OURS:
-            rounded_to = None if in_float32 else self.case.dtype
-            evidence = replace(evidence, summed=_elements(self.inputs), rounded_to=rounded_to)
+            intermediate_dtype = None if in_float32 else self.case.dtype
+            expected = replace(expected, num_terms=_elements(self.inputs), intermediate_dtype=intermediate_dtype)
         try:
             results = _on_cpu(call.results())
             if in_float32:
-                results = tuple(x.to(plain.dtype) for x, plain in zip(results, evidence.plain, strict=True))
-            return self.case.check(results, evidence)
+                results = tuple(x.to(plain.dtype) for x, plain in zip(results, expected.plain, strict=True))
+            return self.case.check(results, expected)
         except MissingLibrary as missing:
             return Check.missing(str(missing))
-        except Exception as error:  # whatever a contender raises, the other contenders and cases still run
+        except Exception as error:  # whatever it raises, the other implementations and cases still run
             return Check.failed(f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
     def _random_grads(self) -> Results:
-        if self.case.binding == "forward":
+        if self.case.call_mode == "forward":
             return ()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            outputs = as_results(self.case.reference(*self.inputs))
+            outputs = as_results(self.case.workload.reference(*self.inputs))
         return tuple(torch.randn(y.shape, generator=generator).to(y) for y in outputs)
 
     def _truth(self) -> Results:
         inputs = tuple(_cast_input(x, torch.float64) for x in self.inputs)
-        call = bind(self.case.reference, inputs, tuple(map(widened, self.grads)), self.case.binding)
+        call = bind(self.case.workload.reference, inputs, tuple(map(widened, self.grads)), self.case.call_mode)
         return tuple(map(widened, call.results()))
 
 
@@ -119,9 +120,9 @@ def _cast_input(value: Any, dtype: torch.dtype) -> Any:
     return value.detach().to(torch.promote_types(value.dtype, dtype)).requires_grad_(value.requires_grad)
 
 
-def contenders(case: Case, *, compiled: bool = True) -> dict[str, Function]:
+def implementations(case: Case, *, compiled: bool = True) -> dict[str, Function]:
     """Our function and the baselines, by name."""
-    functions = {OURS: case.ours, **case.baselines}
+    functions = {OURS: case.workload.ours, **case.workload.baselines}
     return {name: f for name, f in functions.items() if compiled or not is_compiled(f)}
 
 
@@ -133,22 +134,22 @@ class Result:
     checks: Mapping[str, Check]
     measurement: Measurement | None = None
     peak: float | None = None  # bytes or FLOPs per second, whichever limits the case
-    memory: Mapping[str, int | None] = field(default_factory=dict)  # contender -> peak bytes of one call
+    memory: Mapping[str, int | None] = field(default_factory=dict)  # implementation -> peak bytes of one call
 
     @property
     def passed(self) -> bool:
         return all(check.passed or check.skipped for check in self.checks.values())
 
     @property
-    def trusted(self) -> bool:
-        return self.measurement is None or self.measurement.trusted
+    def reliable(self) -> bool:
+        return self.measurement is None or self.measurement.reliable
 
     @property
     def ours(self) -> Timing | None:
         return self._timing(OURS)
 
     def _timing(self, name: str) -> Timing | None:
-        """None unless the contender's result is right."""
+        """None unless the implementation's result is right."""
         check = self.checks.get(name)
         return self.measurement.timings[name] if self.measurement and check and check.passed else None
 
@@ -159,19 +160,18 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, float]:
-        found = {name: self.ratio(name) for name in self.case.baselines}
+        found = {name: self.ratio(name) for name in self.case.workload.baselines}
         return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     @property
-    def best_plain(self) -> tuple[str, float] | None:
+    def fastest_baseline(self) -> tuple[str, float] | None:
         """The fastest baseline and our ratio to it."""
         return min(self.ratios.items(), key=lambda item: item[1], default=None)
 
     @property
     def rate(self) -> float | None:
         """Bytes or FLOPs per second, whichever limits the case."""
-        amount = self.case.flops if self.case.limit == "matmul" else self.case.bytes
-        return amount / self.ours.median if self.ours else None
+        return self.case.workload.work / self.ours.median if self.ours else None
 
     @property
     def share(self) -> float | None:
@@ -180,7 +180,7 @@ class Result:
 
 
 def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: float | None = None) -> Result:
-    """Check every contender, then time those that are right, provided ours is, and take their peak of memory."""
+    """Check every implementation, then time those that are right, provided ours is, and take their peak of memory."""
     with ot.use_backend(case.backend):
         return _run_case(case, plan, compiled, matmul_peak)
 
@@ -188,32 +188,32 @@ def run_case(case: Case, plan: Plan, *, compiled: bool = True, matmul_peak: floa
 def _run_case(case: Case, plan: Plan, compiled: bool, matmul_peak: float | None) -> Result:
     if compiled:
         torch.compiler.reset()  # or the compiler's limit of variants per function is reached after a few cases
-    if case.limit == "matmul" and case.dtype == torch.bfloat16 and not hardware.bf16_matmul_works():
+    if case.workload.bound_by == "matmul" and case.dtype == torch.bfloat16 and not hardware.bf16_matmul_works():
         return Result(case, {OURS: Check.failed(BF16_WAY_OUT)})
     try:
-        trial = Trial(case)
+        prepared = PreparedCase(case)
     except Exception as error:
         return Result(case, {OURS: Check.failed(f"the case cannot be set up: {type(error).__name__}: {error}")})
-    calls = {name: trial.call(function) for name, function in contenders(case, compiled=compiled).items()}
-    checks = {name: trial.check(name, call) for name, call in calls.items()}
+    calls = {name: prepared.call(function) for name, function in implementations(case, compiled=compiled).items()}
+    checks = {name: prepared.check(name, call) for name, call in calls.items()}
     if not checks[OURS].passed:
         return Result(case, checks)
     right = {name: call for name, call in calls.items() if checks[name].passed}
-    if case.limit == "matmul":
+    if case.workload.bound_by == "matmul":
         measurement, peak = interleave(right, plan), matmul_peak
     else:
-        measurement, peak = _beside_probes(case, right, plan, trial.device)
-    return Result(case, checks, measurement, peak, _memory(right, trial.device))
+        measurement, peak = _beside_probes(case, right, plan, prepared.device)
+    return Result(case, checks, measurement, peak, _memory(right, prepared.device))
 
 
 def _beside_probes(case: Case, calls: Mapping[str, Call], plan: Plan, device: str) -> tuple[Measurement, float]:
     """The calls timed beside plain passes over as much memory, and the rate of the fastest pass."""
-    found = machine.memory_probes(case.limit, case.bytes, device)
+    found = machine.memory_probes(case.workload.bound_by, case.workload.bytes, device)
     probes = {f"probe {name}": call for name, call in found.items()}
     for probe in probes.values():
         probe.results()
     measurement = interleave({**calls, **probes}, plan)
-    return measurement, max(case.bytes / measurement.timings[name].minimum for name in probes)
+    return measurement, max(case.workload.bytes / measurement.timings[name].minimum for name in probes)
 
 
 def _memory(calls: Mapping[str, Call], device: str) -> dict[str, int | None]:
@@ -228,7 +228,7 @@ class Run:
     plan: Plan
     quick: bool
     machine: dict[str, object]
-    foreign_cpus: float | None  # how many CPUs others used before the run
+    other_cpu_load: float | None  # how many CPUs others used before the run
     matmul_peaks: dict[str, float]  # float32 FLOP/s of every device in use
     left_out: int = 0  # cases that were to follow when the run was interrupted
 
@@ -238,8 +238,8 @@ class Run:
 
     @property
     def idle(self) -> bool:
-        """Nothing disturbed the machine before the run, nor too many rounds during it."""
-        return not machine.is_disturbed(self.foreign_cpus) and all(result.trusted for result in self.results)
+        """Others left the machine alone before the run, and in enough rounds of every case."""
+        return not machine.is_noisy(self.other_cpu_load) and all(result.reliable for result in self.results)
 
 
 def run_cases(
@@ -248,27 +248,33 @@ def run_cases(
     *,
     compiled: bool = True,
     quick: bool = False,
-    foreign_cpus: float | None = None,
-    progress: Callable[[Case], None] = lambda case: None,
-    keep: Callable[[Run], None] = lambda run: None,
+    other_cpu_load: float | None = None,
+    budget: float | None = None,
+    before: Callable[[Case], None] = lambda case: None,
+    after: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """Run the cases one after another; `progress` is told before each, `keep` gets what there is after each.
+    """Run the cases one after another; `before` is told of each, `after` gets what there is.
 
-    An interrupt ends the run with what there is, provided there is something.
+    budget: seconds that all of it may take; every case gets its share of what is left. An interrupt ends the run with
+    what there is, provided there is something; so does the end of the budget.
     """
-    cases = [case for case in cases if compiled or not is_compiled(case.ours)]
-    run = Run([], plan, quick, machine.describe(), foreign_cpus, {}, len(cases))
+    start = time.perf_counter()
+    cases = [case for case in cases if compiled or not is_compiled(case.workload.ours)]
+    run = Run([], plan, quick, machine.describe(), other_cpu_load, {}, len(cases))
     for done, case in enumerate(cases, 1):
-        progress(case)
+        share = None if budget is None else (start + budget - time.perf_counter()) / (len(cases) - done + 1)
+        if share is not None and share <= 0:
+            break
+        before(case)
         try:
             device = device_of(case.backend)
             if device not in run.matmul_peaks:
                 run.matmul_peaks[device] = machine.matmul_peak(0.05 if quick else 0.5, device)
-            result = run_case(case, plan, compiled=compiled, matmul_peak=run.matmul_peaks[device])
+            result = run_case(case, plan.within(share), compiled=compiled, matmul_peak=run.matmul_peaks[device])
         except KeyboardInterrupt:
             if run.results:
                 break
             raise
         run = replace(run, results=[*run.results, result], left_out=len(cases) - done)
-        keep(run)
+        after(run)
     return run

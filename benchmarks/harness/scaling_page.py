@@ -13,7 +13,7 @@ from overtone.report.page import Page, Section
 from overtone.report.table import Table
 
 UNITS = {TIME: (1e3, "ms"), "memory": (1e-6, "MB")}
-COLUMNS = ("op", "against", "of", "contender", "from", "to", "smallest", "largest", "slope", "±", "theory")
+COLUMNS = ("op", "against", "of", "implementation", "from", "to", "smallest", "largest", "slope", "±", "theory")
 NOTE = (
     "slope: the exponent fitted over the points from which on the leading term is most of the work; theory: its own. "
     "Times in ms, memory in MB. Below the theory: fixed costs still count; above it: caches are exceeded."
@@ -33,7 +33,7 @@ def _row(curve: Curve) -> list[Any]:
         curve.sweep.op,
         curve.sweep.axis,
         curve.quantity,
-        curve.contender,
+        curve.implementation,
         first,
         curve.x[-1],
         factor * curve.y[0],
@@ -60,7 +60,7 @@ def figures(measured: Measured) -> list[Figure]:
 
 def _lines(curve: Curve, factor: float, color: str) -> list[Line]:
     """The points, and dashes of the theoretical slope through the last of them."""
-    lines = [Line(f"{curve.contender}{_exponent(curve)}", curve.x, [factor * y for y in curve.y], color=color)]
+    lines = [Line(f"{curve.implementation}{_exponent(curve)}", curve.x, [factor * y for y in curve.y], color=color)]
     points = curve.asymptotic
     if curve.theory is not None and len(points) > 1 and points[-1][1] > 0:
         end, height = points[-1]
@@ -76,15 +76,15 @@ def _exponent(curve: Curve) -> str:
 
 
 def _in_words(curve: Curve) -> str:
-    return f"{curve.contender} grows with exponent{_exponent(curve)}, {curve.theory} in theory"
+    return f"{curve.implementation} grows with exponent{_exponent(curve)}, {curve.theory} in theory"
 
 
 def page(measured: Sequence[Measured], machine: Mapping[str, Any]) -> Page:
     """One page that needs nothing but itself."""
-    disturbed = sum(each.disturbed for each in measured)
+    noisy = sum(each.noisy for each in measured)
     points = sum(len(each.results) for each in measured)
     failures = [failure for each in measured for failure in each.failures]
-    warnings = [f"OTHER PROCESSES USED THE MACHINE in {disturbed} of {points} points."] if disturbed else []
+    warnings = [f"OTHER PROCESSES USED THE MACHINE in {noisy} of {points} points."] if noisy else []
     warnings += [f"A wrong result, which has no point: {failure}" for failure in failures]
     sections = [Section("Slopes", text=warnings, tables=[slopes(measured)])]
     sections += [Section(each.sweep.title, figures=figures(each)) for each in measured]
@@ -94,7 +94,7 @@ def page(measured: Sequence[Measured], machine: Mapping[str, Any]) -> Page:
         summary="Time and memory against the sizes of a problem, and the exponent of each beside the theoretical one.",
         key_figures=[
             (str(points), "points, each checked against float64"),
-            (str(points - disturbed), "of them undisturbed"),
+            (str(points - noisy), "of them clean"),
             (str(machine["threads"]), "threads"),
         ],
         sections=sections,
@@ -109,7 +109,7 @@ def as_json(measured: Sequence[Measured], machine: Mapping[str, Any]) -> dict[st
             "op": curve.sweep.op,
             "axis": curve.sweep.axis,
             "quantity": curve.quantity,
-            "contender": curve.contender,
+            "implementation": curve.implementation,
             "x": curve.x,
             "y": curve.y,
             "since": curve.sweep.since,
@@ -119,4 +119,4 @@ def as_json(measured: Sequence[Measured], machine: Mapping[str, Any]) -> dict[st
         for each in measured
         for curve in each.curves()
     ]
-    return {"machine": machine, "disturbed": sum(each.disturbed for each in measured), "curves": curves}
+    return {"machine": machine, "noisy": sum(each.noisy for each in measured), "curves": curves}

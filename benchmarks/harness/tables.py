@@ -1,13 +1,16 @@
-"""The README's tables of figures, each cell a case and what to say of it. The cases they name are the standard set."""
+"""The published tables, each cell a case and what to show of it. The cases they name are the standard set."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What a cell says: our ratio to a baseline of this name, to the fastest one, or both peaks of memory.
+from overtone.benchmarks import shapes
+
+# What a cell shows: our ratio to a baseline of this name, to the fastest one, or both peaks of memory.
 FASTEST, MEMORY = "fastest", "memory"
 NOT_KNOWN = "–"
 
@@ -20,7 +23,7 @@ class Row:
 
     label: str
     case: str
-    says: str  # a baseline, FASTEST, or MEMORY followed by a baseline
+    metric: str  # a baseline, FASTEST, or MEMORY followed by a baseline
     only: tuple[str, ...] = ()  # the shapes that have it; default: all
 
 
@@ -49,21 +52,30 @@ def _cell(row: Row, shape: str, results: Results) -> str:
         return ""
     if result is None or not result["trusted"]:
         return NOT_KNOWN
-    kind, _, baseline = row.says.partition(" of ")
+    kind, _, baseline = row.metric.partition(" of ")
     if kind == MEMORY:
         return _megabytes(result["memory"], baseline)
+    return _bold_if_slower(_ratio_to(row.metric, result))
+
+
+def _ratio_to(metric: str, result: Mapping[str, Any] | None) -> float | None:
+    """To a baseline, or to the fastest one, which is known only if all of them took part."""
+    if result is None or not result["trusted"]:
+        return None
     ratios = result["ratios"]
-    if row.says == FASTEST:
-        return _ratio(min(ratios.values(), default=None) if result["complete"] else None)
-    return _ratio(ratios.get(row.says))
+    if metric == FASTEST:
+        return min(ratios.values(), default=None) if result["complete"] else None
+    return ratios.get(metric)
 
 
-def _ratio(ratio: float | None) -> str:
-    """Losses are bold."""
+def _number(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2f}"
+
+
+def _bold_if_slower(ratio: float | None) -> str:
     if ratio is None:
         return NOT_KNOWN
-    text = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2f}"
-    return f"**{text}**" if ratio < 1 else text
+    return f"**{_number(ratio)}**" if ratio < 1 else _number(ratio)
 
 
 def _megabytes(memory: Mapping[str, int | None], baseline: str) -> str:
@@ -75,8 +87,8 @@ def _megabytes(memory: Mapping[str, int | None], baseline: str) -> str:
 
 
 BOTH = "forward+backward"
-PLAIN_SHAPES = ("64x197x192", "8x197x768", "256x65x192")
-VIT_SHAPES = ("Ti-cifar", "Ti-224", "S-224", "B-224")
+PLAIN_SHAPES = tuple(shape.label for shape in shapes.TOKENS)
+VIT_SHAPES = tuple(shape.label for shape in shapes.VITS)
 
 TABLES = (
     Figures(
@@ -94,7 +106,7 @@ TABLES = (
     ),
     Figures(
         "`spectral_attention` with residual and norms",
-        (*VIT_SHAPES, "N4096"),
+        (*VIT_SHAPES, shapes.N4096.label),
         (
             Row("forward, × SDPA + matmul + norms, eager", "spectral_attention {} float32 forward", "sdpa"),
             Row("… × the fastest of eager and compiled", "spectral_attention {} float32 forward", FASTEST, VIT_SHAPES),
@@ -151,6 +163,92 @@ TABLES = (
 )
 
 
+Names = tuple[str, ...]
+
+
+def _names(case: str, labels: Names) -> Names:
+    return tuple(case.format(label) for label in labels)
+
+
+@dataclass(frozen=True)
+class Highlight:
+    """A row of README's table: the range of one ratio over some of the tables' cases, or several ranges."""
+
+    label: str
+    groups: tuple[Names, ...]
+    metric: str
+    compared: str
+
+    def range(self, results: Results) -> str:
+        return " / ".join(self._range(group, results) for group in self.groups)
+
+    def _range(self, names: Names, results: Results) -> str:
+        ratios = [_ratio_to(self.metric, results.get(name)) for name in names]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if not known:
+            return NOT_KNOWN
+        low, high = _number(min(known)), _number(max(known))
+        return f"{low}×" if low == high else f"{low}–{high}×"
+
+
+EAGER_AND_COMPILED = "the fastest of eager and compiled"
+_SOLVERS = tuple(table for table in TABLES if table.title.startswith("`linalg"))
+
+HIGHLIGHTS = (
+    Highlight(
+        "`spectral_attention` with norms, forward",
+        (_names("spectral_attention {} float32 forward", VIT_SHAPES),),
+        FASTEST,
+        f"{EAGER_AND_COMPILED} SDPA + projection + norms",
+    ),
+    Highlight(
+        "… forward + backward",
+        (_names(f"spectral_attention {{}} float32 {BOTH}", VIT_SHAPES),),
+        FASTEST,
+        "the same",
+    ),
+    Highlight(
+        "a whole attention module, forward + backward",
+        (_names(f"attention_module free {{}} float32 {BOTH}", ("Ti-cifar", "Ti-224", "B-224")),),
+        FASTEST,
+        "the fastest of timm, transformers, `nn.MultiheadAttention`",
+    ),
+    Highlight(
+        "a training step of ViT-Ti⁻ / with all norms",
+        (
+            _names("training_step {} float32 forward", ("Ti-cifar", "Ti-224")),
+            _names("training_step with norms {} float32 forward", ("Ti-cifar", "Ti-224")),
+        ),
+        "plain",
+        "the same model in eager PyTorch",
+    ),
+    Highlight(
+        "batched `eigh` / `eigvals` / `qr`",
+        tuple(tuple(name for name in table.cases() if " 1x" not in name) for table in _SOLVERS),
+        FASTEST,
+        "`torch.linalg`, also split over threads",
+    ),
+)
+
+
+def losses(results: Results) -> Iterator[str]:
+    """The published ops that are slower than the fastest plain PyTorch, with the range of those ratios."""
+    slower = defaultdict(list)
+    for name in dict.fromkeys(name for table in TABLES for name in table.cases()):
+        ratio = _ratio_to(FASTEST, results.get(name))
+        if ratio is not None and ratio < 1:
+            case, _, mode = name.partition(" float32 ")
+            op = case.rpartition(" ")[0]
+            slower[f"`{op}` {mode}" if _has_modes(op) else f"`{op}`"].append((ratio, case.rpartition(" ")[2]))
+    for title, cases in slower.items():
+        low, high = _number(min(cases)[0]), _number(max(cases)[0])
+        yield f"{title} {low if low == high else f'{low}–{high}'}× at {' and '.join(shape for _, shape in cases)}"
+
+
+def _has_modes(op: str) -> bool:
+    return any(name.startswith(f"{op} ") and name.endswith(BOTH) for table in TABLES for name in table.cases())
+
+
 def standard_names() -> set[str]:
-    """The cases of `overtone bench` without --all: those that the README shows."""
+    """The cases of `overtone bench` without --all: those that are published."""
     return {name for table in TABLES for name in table.cases()}

@@ -1,34 +1,42 @@
-"""Interleaved timing: every round runs each contender for a moment, A, B, A, B, so that drift hits all of them alike.
+"""Interleaved timing: every round runs each implementation for a moment, A, B, A, B, so that drift hits all alike.
 
-A round in which other processes used the machine is thrown away, for all contenders together.
+A round in which other processes used the machine is discarded, for all implementations together.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from overtone import hardware
 from overtone.benchmarks.harness import machine
 from overtone.benchmarks.harness.case import Call
 
-# Figures from fewer undisturbed rounds are marked. Slow cases get this many times their seconds to see them.
+# Figures from fewer clean rounds are marked. Slow cases get this many times their seconds to see them.
 ENOUGH_ROUNDS = 3
-PATIENCE = 10
+MAX_RETRY_FACTOR = 10
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: until `rounds` undisturbed rounds were seen, at most `seconds` per case.
+    """How long to measure: until `rounds` clean rounds were seen, at most `seconds` per case.
 
-    A case without enough of them by then goes on until it has them, at most PATIENCE times as long.
+    A case without enough of them by then goes on until it has them, at most `retry_factor` times as long.
     """
 
     rounds: int = 10
     seconds: float = 15.0
-    slice_seconds: float = 0.05  # how long a contender runs in one round, one call at least
+    slice_seconds: float = 0.05  # how long an implementation runs in one round, one call at least
+    retry_factor: float = MAX_RETRY_FACTOR
+
+    def within(self, seconds: float | None) -> Plan:
+        """The plan for a case that may take that long, checks and compilation included; the same for None."""
+        if seconds is None:
+            return self
+        own = min(self.seconds, seconds / 3)
+        return replace(self, seconds=own, retry_factor=min(self.retry_factor, max(1.0, seconds / own / 2)))
 
 
 QUICK = Plan(rounds=2, seconds=1.0, slice_seconds=0.0)
@@ -49,15 +57,15 @@ class Timing:
 class Measurement:
     timings: dict[str, Timing]
     rounds: int
-    undisturbed_rounds: int
-    trusted: bool  # enough undisturbed rounds; otherwise the timings may be of a shared machine
+    clean_rounds: int
+    reliable: bool  # enough clean rounds; otherwise the timings may be of a shared machine
     round_trips: tuple[float | None, ...] = ()  # of a cache line between two threads, before each kept round
 
 
 @dataclass(frozen=True)
 class _Round:
     seconds: dict[str, list[float]]
-    disturbed: bool
+    noisy: bool
     round_trip: float | None
 
 
@@ -74,10 +82,10 @@ def time_slice(call: Call, seconds: float) -> list[float]:
 
 
 def _run_round(calls: Mapping[str, Call], slice_seconds: float) -> _Round:
-    load = machine.ForeignLoad()
+    load = machine.OtherLoad()
     round_trip = hardware.thread_latency()
     seconds = {name: time_slice(call, slice_seconds) for name, call in calls.items()}
-    return _Round(seconds, machine.is_disturbed(load.cpus()), round_trip)
+    return _Round(seconds, machine.is_noisy(load.cpus()), round_trip)
 
 
 def _summarize(name: str, rounds: list[_Round]) -> Timing:
@@ -91,18 +99,18 @@ def _summarize(name: str, rounds: list[_Round]) -> Timing:
 def interleave(calls: Mapping[str, Call], plan: Plan) -> Measurement:
     """Time the calls in rounds. They must have run once before, so that nothing is compiled here."""
     rounds: list[_Round] = []
-    undisturbed: list[_Round] = []
+    clean: list[_Round] = []
     enough = min(ENOUGH_ROUNDS, plan.rounds)
     start = time.perf_counter()
 
     def seconds_allowed() -> float:
-        return plan.seconds * (1 if len(undisturbed) >= enough else PATIENCE)
+        return plan.seconds * (1 if len(clean) >= enough else plan.retry_factor)
 
-    while not rounds or (len(undisturbed) < plan.rounds and time.perf_counter() - start < seconds_allowed()):
+    while not rounds or (len(clean) < plan.rounds and time.perf_counter() - start < seconds_allowed()):
         rounds.append(_run_round(calls, plan.slice_seconds))
-        if not rounds[-1].disturbed:
-            undisturbed.append(rounds[-1])
-    trusted = len(undisturbed) >= enough
-    kept = undisturbed or rounds
+        if not rounds[-1].noisy:
+            clean.append(rounds[-1])
+    reliable = len(clean) >= enough
+    kept = clean or rounds
     timings = {name: _summarize(name, kept) for name in calls}
-    return Measurement(timings, len(rounds), len(undisturbed), trusted, tuple(each.round_trip for each in kept))
+    return Measurement(timings, len(rounds), len(clean), reliable, tuple(each.round_trip for each in kept))

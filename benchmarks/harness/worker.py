@@ -45,11 +45,11 @@ class Worker:
             return Check.failed(found)
         ot.use_backend(found.backend).__enter__()  # it stays: this process does nothing else
         try:
-            trial = runner.Trial(found)
+            prepared = runner.PreparedCase(found)
         except Exception as error:  # whatever the other version of overtone cannot do
             return Check.failed(f"{type(error).__name__}: {error}")
-        self.call = trial.call(found.ours)
-        return trial.check(runner.OURS, self.call)
+        self.call = prepared.call(found.workload.ours)
+        return prepared.check(runner.OURS, self.call)
 
 
 def find_case(name: str) -> Case | str:

@@ -49,7 +49,7 @@ def fit(name: str, dtype: torch.dtype, lanes: int) -> None:
         alone_seconds, item_seconds = (measured.timings[each].minimum for each in ("alone", "item"))
         worth = n * alone_seconds / item_seconds
         verdict = "lanes" if item_seconds < lanes * alone_seconds else "LAPACK"
-        mark = "" if measured.trusted else " ~"
+        mark = "" if measured.reliable else " ~"
         print(f"{name:9} {dtype} n = {n}: worth {worth:.0f}, {lanes} matrices are for {verdict}{mark}")
 
 

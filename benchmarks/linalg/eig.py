@@ -13,8 +13,9 @@ from torch import Tensor
 
 import overtone as ot
 from overtone.benchmarks.harness.baselines import SplitOverThreads
-from overtone.benchmarks.harness.case import MODES, Case, Function, Results
-from overtone.benchmarks.harness.check import ERROR_FACTOR, Check, Evidence
+from overtone.benchmarks.harness.case import MODES, Case, Function, Results, Workload
+from overtone.benchmarks.harness.check import ERROR_FACTOR, Check, Expected
+from overtone.benchmarks.linalg import perturbed
 
 FORWARD, BACKWARD, FORWARD_BACKWARD = MODES
 
@@ -53,14 +54,14 @@ def _distance(values: Tensor, truth: Tensor) -> float:
     return float((worst / truth.abs().amax(-1)).max())
 
 
-def _check_values(results: Results, evidence: Evidence) -> Check:
-    values, plain, truth = (each[0] for each in (results, evidence.plain, evidence.truth))
+def _check_values(results: Results, expected: Expected) -> Check:
+    values, plain, truth = (each[0] for each in (results, expected.plain, expected.truth))
     if values.shape != plain.shape or values.dtype != plain.dtype:
         return Check.failed(f"got {values.dtype} of shape {list(values.shape)}, wanted that of torch.linalg")
     n = values.shape[-1]
     error = _distance(values, truth)
     if values.dtype == truth.dtype:  # the truth is torch's result: its error shows in the eigenvalues of the transpose
-        plain = torch.linalg.eigvals(evidence.inputs[0].mT)
+        plain = torch.linalg.eigvals(expected.inputs[0].mT)
     tolerance = ERROR_FACTOR * _distance(plain, truth) + n * torch.finfo(values.dtype).eps
     passed = error <= tolerance
     return Check(passed, error, tolerance, "" if passed else f"error {error:.2g}, tolerance {tolerance:.2g}")
@@ -75,14 +76,16 @@ def _case(op: str, shape: Shape, dtype: torch.dtype, target: float | None) -> Ca
         shape=shape.label,
         dtype=dtype,
         mode=FORWARD,
-        setup=partial(_matrices, shape, dtype),
-        ours=getattr(ot.linalg, op),
-        baselines={"torch": plain, "torch split": SplitOverThreads(plain)},
-        flops=flops,
-        bytes=shape.batch * shape.n**2 * dtype.itemsize,
-        limit="matmul",
         targets={} if target is None else {"torch": target},
         check=_check_values,
+        workload=Workload(
+            setup=partial(_matrices, shape, dtype),
+            ours=getattr(ot.linalg, op),
+            baselines={"torch": plain, "torch split": SplitOverThreads(plain)},
+            flops=flops,
+            bytes=shape.batch * shape.n**2 * dtype.itemsize,
+            bound_by="matmul",
+        ),
     )
 
 
@@ -102,13 +105,16 @@ def _training(shape: Shape, mode: str) -> Case:
         shape=shape.label,
         dtype=torch.float64,
         mode=mode,
-        setup=lambda: (_matrices(shape, torch.float64)[0].requires_grad_(),),
-        ours=_sums_of_squares(ot.linalg.eigvals),
-        baselines={"torch": _sums_of_squares(torch.linalg.eigvals)},
-        # with the vectors; backward: a product and a solve
-        flops=shape.batch * shape.n**3 * (31 if mode == FORWARD_BACKWARD else 4),
-        bytes=3 * shape.batch * shape.n**2 * 8,
-        limit="matmul",
+        workload=Workload(
+            setup=lambda: (_matrices(shape, torch.float64)[0].requires_grad_(),),
+            ours=_sums_of_squares(ot.linalg.eigvals),
+            baselines={"torch": _sums_of_squares(torch.linalg.eigvals)},
+            # with the vectors; backward: a product and a solve
+            flops=shape.batch * shape.n**3 * (31 if mode == FORWARD_BACKWARD else 4),
+            bytes=3 * shape.batch * shape.n**2 * 8,
+            bound_by="matmul",
+        ),
+        tolerance_from=dict.fromkeys(("cpu", "cuda"), perturbed(_sums_of_squares(torch.linalg.eigvals))),
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import overtone as ot
 from overtone.benchmarks.harness.baselines import SplitOverThreads
-from overtone.benchmarks.harness.case import Case, Function, Results
-from overtone.benchmarks.harness.check import ERROR_FACTOR, Check, Evidence
+from overtone.benchmarks.harness.case import Case, Function, Results, Workload
+from overtone.benchmarks.harness.check import ERROR_FACTOR, Check, Expected
 
 # (batch, n, sharpness of the logits): trained attention is sharper than random, its extremal eigenvalues stand apart.
 SHAPES = ((64, 65, 2.0), (32, 197, 2.0), (32, 197, 4.0), (4, 384, 2.0))
@@ -40,11 +40,11 @@ def _of_all(solver: Function) -> Function:
     return extremes
 
 
-def _check(results: Results, evidence: Evidence) -> Check:
+def _check(results: Results, expected: Expected) -> Check:
     """What the op promises, a residual of 100 √n ε; and plain PyTorch's own error, which shows the conditioning."""
-    n, eps = evidence.inputs[0].shape[-1], torch.finfo(results[0].dtype).eps
+    n, eps = expected.inputs[0].shape[-1], torch.finfo(results[0].dtype).eps
     judged = []
-    for found, plain, true in zip(results, evidence.plain, evidence.truth, strict=True):
+    for found, plain, true in zip(results, expected.plain, expected.truth, strict=True):
         allowed = ERROR_FACTOR * float((plain - true).abs().max()) + 100 * n**0.5 * eps
         judged.append((float((found - true).abs().max()), allowed))
     error, tolerance = max(judged, key=lambda pair: pair[0] / pair[1])
@@ -60,17 +60,19 @@ def _case(batch: int, n: int, sharpness: float) -> Case:
         shape=f"{batch}x{n} softmax",
         dtype=torch.float32,
         mode="forward",
-        setup=lambda: _attention(batch, n, sharpness),
-        ours=_ours,
-        baselines={
-            "torch": by_torch,
-            "torch split": SplitOverThreads(by_torch),
-            "our eigvals": _of_all(ot.linalg.eigvals),
-        },
-        flops=batch * 2 * 32 * n**2,  # 32 steps of Arnoldi
-        bytes=batch * n**2 * 4,
-        limit="matmul",
         check=_check,
+        workload=Workload(
+            setup=lambda: _attention(batch, n, sharpness),
+            ours=_ours,
+            baselines={
+                "torch": by_torch,
+                "torch split": SplitOverThreads(by_torch),
+                "our eigvals": _of_all(ot.linalg.eigvals),
+            },
+            flops=batch * 2 * 32 * n**2,  # 32 steps of Arnoldi
+            bytes=batch * n**2 * 4,
+            bound_by="matmul",
+        ),
     )
 
 

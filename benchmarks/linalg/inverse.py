@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import overtone as ot
-from overtone.benchmarks.harness.case import MODES, Case
+from overtone.benchmarks.harness.case import MODES, Case, Workload
 from overtone.ops.linalg.inverse import inverse
 
 FORWARD, BACKWARD, _ = MODES
@@ -28,13 +28,15 @@ def _case(n: int, mode: str) -> Case:
         shape=f"{LAYERS}x{n}",
         dtype=torch.float32,
         mode=mode,
-        setup=lambda: _inputs(n, mode),
-        ours=inverse,
-        baselines={"reference": ot.reference.linalg.inverse},
-        # LU and two substitutions; two products.
-        flops=int(((mode != BACKWARD) * 2 + (mode != FORWARD) * 4) * LAYERS * n**3),
-        bytes=3 * LAYERS * n * n * torch.float32.itemsize,
-        limit="matmul",
+        workload=Workload(
+            setup=lambda: _inputs(n, mode),
+            ours=inverse,
+            baselines={"reference": ot.reference.linalg.inverse},
+            # LU and two substitutions; two products.
+            flops=int(((mode != BACKWARD) * 2 + (mode != FORWARD) * 4) * LAYERS * n**3),
+            bytes=3 * LAYERS * n * n * torch.float32.itemsize,
+            bound_by="matmul",
+        ),
     )
 
 

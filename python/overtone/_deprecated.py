@@ -26,7 +26,7 @@ def renamed_keywords(function: str, options: Mapping[str, Any], renames: Mapping
             continue
         if new in result:
             raise TypeError(f"{function}: got both {old} and {new}, wanted {new} alone: {old} is its old name")
-        _warn(f"{function}: {old} is deprecated, use {new}")
+        deprecated(f"{function}: {old} is deprecated, use {new}")
         result[new] = result.pop(old)
     return result
 
@@ -35,7 +35,7 @@ def renamed_value(function: str, argument: str, value: Any, renames: Mapping[str
     """`value`, or what replaces it."""
     if not isinstance(value, str) or value not in renames:
         return value
-    _warn(f"{function}: {argument}={value!r} is deprecated, use {renames[value]!r}")
+    deprecated(f"{function}: {argument}={value!r} is deprecated, use {renames[value]!r}")
     return renames[value]
 
 
@@ -52,8 +52,8 @@ def accepts_renamed(function: str, **renames: str) -> Callable[[_Function], _Fun
     return decorate
 
 
-def _warn(message: str) -> None:
-    """At the first line outside this package: Python shows DeprecationWarnings of a user's own lines only."""
+def deprecated(message: str) -> None:
+    """Warn at the first line outside this package: Python shows DeprecationWarnings of a user's own lines only."""
     frame: FrameType | None = sys._getframe()
     level = 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "overtone":

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from torch import Tensor
+
+from overtone.libraries import imported
 
 
 @contextlib.contextmanager
@@ -21,6 +26,15 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)  # part of a file would only fill the disk
         raise
+
+
+def write_safetensors(draft: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Tensors (contiguous, on the CPU) and metadata as a safetensors file that whoever may read others may read."""
+    draft.unlink(missing_ok=True)
+    draft.touch()
+    mode = stat.S_IMODE(draft.stat().st_mode)  # by the umask; safetensors would keep the file from other users
+    imported("safetensors.torch", "study").save_file(tensors, draft, metadata)
+    draft.chmod(mode)
 
 
 def _flush(path: Path) -> None:

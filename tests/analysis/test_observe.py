@@ -88,6 +88,56 @@ def test_hugging_face(kind, implementation):
     assert analyze(model, inputs).layers[0].is_causal == is_causal
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma", "phi"])
+@pytest.mark.parametrize("shared", [1, 2, 6])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_decoders_with_grouped_queries_and_rotary_positions(kind, shared, implementation):
+    """Heads that share values (all of them in multi-query attention), of another width than dim / num_heads."""
+    transformers = optional.transformers()
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=6 // shared, pad_token_id=0, **({} if kind == "phi" else {"head_dim": 8}),
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+    inputs = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    sites, recorders, seen = check_site(model, inputs)
+    assert len(sites) == 2 and sites[0].weights().num_heads == 6
+    check_projection(sites[0], recorders[0], seen["y"])
+    result = analyze(model, inputs)
+    assert all(layer.is_causal for layer in result.layers) and not result.skipped
+    # Causal attention's eigenvalues are its diagonal, and a head's are those of W_V W_proj that are not zero.
+    diagonal = recorders[0].attention[0].diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(result.layers[0].attention_eigenvalues.real, diagonal)
+    assert result.layers[0].weight_eigenvalues.shape == (6, 4 if kind == "phi" else 8)
+
+
+def test_grouped_queries_are_not_converted():
+    transformers = optional.transformers()
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=50, hidden_size=24, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config)
+    with pytest.raises(ValueError, match=r"self_attn is a .*LlamaAttention, whose formula is unknown, wanted a timm"):
+        ot.reparameterize(model, regime="sharpen")
+
+
+@pytest.mark.parametrize("method", ot.models.METHODS)
+def test_own_language_model(method):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "context_length": 9, "dim": DIM, "num_heads": HEADS, "depth": 2}
+    model = ot.models.gpt(regime=["free", "smooth"], method=method, **sizes).eval()
+    inputs = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    result = analyze(model, inputs)
+    assert [layer.is_causal for layer in result.layers] == [True, True] and not result.skipped
+    first = model.blocks[0]
+    stream = model.tok_embed(inputs) + model.pos_embed
+    attention = first.attn.attention_weights(first.attention_input(stream), is_causal=True)
+    assert not attention.triu(1).any()
+    torch.testing.assert_close(result.layers[0].attention_eigenvalues.real, attention.diagonal(dim1=-2, dim2=-1))
+    torch.testing.assert_close(result.layers[0].before["ratio"], ot.frequency_norms(stream).ratio)
+
+
 def test_a_module_around_a_core_is_read():
     """As ot.reparameterize leaves it: the outer module calls the core's parts, not its forward."""
 

@@ -49,7 +49,7 @@ class TestClaims:
     @pytest.mark.parametrize("regime, verdict", [("smooth", "perron"), ("sharpen", "other")])
     def test_the_regime_decides_whatever_was_learnt(self, outcome, regime, verdict):
         (measures,) = outcome.results.of(regime)
-        cases = PLAN.images * PLAN.config.depth * PLAN.config.heads
+        cases = PLAN.images * PLAN.config.model.depth * PLAN.config.model.num_heads
         assert measures["trained"]["verdicts"][verdict] == cases
         assert sum(measures["trained"]["verdicts"].values()) == cases
 
@@ -102,7 +102,7 @@ class TestReport:
         with browser.running(tmp_path) as tab:
             tab.open(outcome.report)
             assert (tab.requests(), tab.complaints()) == ([], [])
-            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 7 + 1 + 1
+            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 6 + 1 + 1
             tab.open(outcome.report, width=390)
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -128,7 +128,7 @@ class TestRestart:
 
     def test_a_killed_study_goes_on(self, tmp_path):
         """Its processes end with it, and the run that was under way comes to the same result."""
-        run = next(run for run in PLAN.runs_of("regimes") if run.config.fraction == 0.1)
+        run = next(run for run in PLAN.runs_of("regimes") if run.fraction == 0.1)
         (study_process,) = processes.start(_two_at_a_time, run, tmp_path)
         metrics = tmp_path / run.folder_name / "metrics.csv"
         _wait_for(metrics.exists)
@@ -147,7 +147,7 @@ class TestRestart:
         names = {run.folder_name for plan in (PLAN, Plan.of("digits")) for run in plan.runs_of("regimes")}
         assert len(names) == 9 + 27
         run = PLAN.runs()[0]
-        assert run._replace(config=run.config.replace(workers=7)).folder_name == run.folder_name
+        assert run._replace(config=run.config.replace(num_workers=7)).folder_name == run.folder_name
         assert run._replace(config=run.config.replace(learning_rate=1e-4)).folder_name != run.folder_name
 
 
@@ -188,13 +188,13 @@ class TestComparisons:
         (deep,) = outcome.results.select("depth", "pre-norm", depth=4)
         assert depth["pre-norm"][1] == MeanStd.of([100 * deep["accuracy"]])
         blocks = tables["depth-blocks"]
-        assert len(blocks.rows) == 5 * 2 * 4 and len(blocks.columns) == 3 + len(BLOCK_METRICS)
+        assert len(blocks.rows) == 8 * 2 * 4 + 3 * 8 and len(blocks.columns) == 3 + len(BLOCK_METRICS)
 
     def test_v_stays_well_conditioned(self, outcome):
-        limit = PLAN.config.condition_limit
+        limit = PLAN.config.model.condition_limit
         for run, measures in outcome.results.runs.items():
             if run.part in ("kinds", "methods"):
-                assert len(measures["conditions"]) == (run.config.epochs if run.config.kind == "general" else 0)
+                assert len(measures["conditions"]) == (run.epochs if run.config.model.kind == "general" else 0)
                 assert all(1 <= condition <= limit for condition in measures["conditions"])
 
     def test_one_seed_decides_nothing_and_says_so(self, outcome):

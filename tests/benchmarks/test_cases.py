@@ -15,19 +15,22 @@ import overtone as ot
 from overtone import libraries
 from overtone.backends import SUPPORT, BackendStatus
 from overtone.benchmarks import attention, metrics, module
-from overtone.benchmarks.attention import Shape
 from overtone.benchmarks.harness import backends, machine, report, runner, tables
 from overtone.benchmarks.harness.case import MODES
 from overtone.benchmarks.linalg import extremal, inverse
+from overtone.benchmarks.shapes import AttentionShape, TokenShape
 from overtone.cli import bench, main
 
-SMALL = Shape("small", 2, 9, 32, 2)
+SMALL = AttentionShape("small", 2, 9, 32, 2)
 
 
 def passed(case) -> bool:
     with ot.use_backend("cpu" if ot.backends()["cpu"].available else "reference"):
-        trial = runner.Trial(case)
-        checks = {name: trial.check(name, trial.call(f)) for name, f in runner.contenders(case, compiled=False).items()}
+        prepared = runner.PreparedCase(case)
+        checks = {
+            name: prepared.check(name, prepared.call(f))
+            for name, f in runner.implementations(case, compiled=False).items()
+        }
     assert {name: check.message for name, check in checks.items() if not (check.passed or check.skipped)} == {}
     return True
 
@@ -66,10 +69,10 @@ def test_a_module_with_another_weight_does_not_pass():
     def build(shape, weights):
         return module._ours(shape, (weights[0], weights[1], 1.01 * weights[2], weights[3]))
 
-    trial = runner.Trial(case)
-    assert trial.check("ours", trial.call(case.ours)).passed
-    wrong = module.Contender(build, SMALL, "forward+backward")
-    assert not trial.check("ours", trial.call(wrong)).passed
+    prepared = runner.PreparedCase(case)
+    assert prepared.check("ours", prepared.call(case.workload.ours)).passed
+    wrong = module.Implementation(build, SMALL, "forward+backward")
+    assert not prepared.check("ours", prepared.call(wrong)).passed
 
 
 def test_a_missing_library_is_skipped_with_a_message(monkeypatch):
@@ -77,7 +80,7 @@ def test_a_missing_library_is_skipped_with_a_message(monkeypatch):
         raise libraries.MissingLibrary("the package timm is not installed")
 
     monkeypatch.setattr(module, "imported", missing)
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: 0.0))
+    monkeypatch.setattr(machine, "OtherLoad", lambda: SimpleNamespace(cpus=lambda: 0.0))
     case = module._case("free", SMALL, "forward")
     result = runner.run_case(case, runner.Plan(rounds=1, seconds=1.0, slice_seconds=0.0), compiled=False)
     outcome = runner.Run([result], runner.Plan(), True, machine.describe(), 0.0, {"cpu": 1e11})
@@ -91,7 +94,7 @@ def test_small_cases_of_the_new_files_agree(monkeypatch):
     monkeypatch.setattr(inverse, "LAYERS", 2)
     for mode in MODES:
         assert passed(inverse._case(24, mode))
-    shape = metrics.Shape(2, 9, 16)
+    shape = TokenShape(2, 9, 16)
     for mode in MODES:
         assert passed(metrics._cosine(shape, mode))
     assert passed(metrics._rank("effective_rank", shape)) and passed(metrics._rank("stable_rank", shape))
@@ -104,7 +107,7 @@ def test_bfloat16_attention_is_measured_by_what_rounds_as_it_does(cpu_kernels, l
     cpu_kernels.set_isa(level)
     try:
         case = attention._case(SMALL, torch.bfloat16, MODES[2])
-        assert case.plain is case.baselines[measure]
+        assert case.plain is case.workload.baselines[measure]
         assert passed(case)
     finally:
         cpu_kernels.set_isa(before)
@@ -120,7 +123,7 @@ def test_a_backend_that_is_here_is_added_by_itself(monkeypatch):
     assert {("spectral_attention", "triton"), ("de_escalate", "triton"), ("eigvals", "cuda")} <= found
     assert ("eigh", "triton") not in found and ("spectral_attention", "cuda") not in found
     on_gpu = [case for case in runner.all_cases() if case.backend == "cuda"]
-    assert not any("split" in name or "threads" in name for case in on_gpu for name in case.baselines)
+    assert not any("split" in name or "threads" in name for case in on_gpu for name in case.workload.baselines)
     assert not any(case.dtype == torch.float64 for case in runner.all_cases() if case.backend == "triton")
     assert len({case.name for case in runner.all_cases()}) == len(runner.all_cases())
 

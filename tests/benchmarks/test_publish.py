@@ -1,4 +1,4 @@
-"""The README's figures are made of docs/benchmarks.json, and nothing else; runs that do not fit are refused."""
+"""Published figures are made of docs/benchmarks.json, and nothing else; runs that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ QR = "qr {} float32 forward"
 # The repository.
 
 
-def test_the_readme_is_what_the_committed_figures_give():
-    text = (ROOT / "README.md").read_text()
+def test_the_pages_are_what_the_committed_figures_give():
     summary = json.loads(COMMITTED.read_text())
-    assert text == publish.replaced(text, summary), "run: overtone bench --readme FILE…"
+    for name, text in publish.pages(summary, ROOT).items():
+        assert (ROOT / name).read_text() == text, f"{name}: run overtone bench --publish FILE…"
     assert COMMITTED.read_text() == publish.as_text(summary)
 
 
@@ -76,12 +76,12 @@ def test_the_committed_figures_are_small_and_name_no_machine():
 
 
 def test_a_changed_figure_is_seen():
-    text = (ROOT / "README.md").read_text()
     summary = json.loads(COMMITTED.read_text())
     for each in summary["results"].values():
         each["ratios"] = {name: 1.25 * ratio for name, ratio in each["ratios"].items()}
         each["trusted"] = True
-    assert text != publish.replaced(text, summary)
+    for name, text in publish.pages(summary, ROOT).items():
+        assert (ROOT / name).read_text() != text
 
 
 # Cells.
@@ -154,39 +154,83 @@ def test_runs_of_two_machines_do_not_make_one_table():
 def test_what_is_no_run_is_refused(tmp_path, content, message, capsys):
     path = tmp_path / "run.json"
     path.write_text(content)
-    assert main(["bench", "--readme", str(path)]) == 2
+    assert main(["bench", "--publish", str(path)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_command_writes_three_files(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A checkout with old figures in its pages."""
     from overtone.benchmarks.harness import checkout
 
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"before\n{publish.BEGIN}\nold figures\n{publish.END}\nafter\n")
+    for page in (publish.README, publish.PAGE):
+        (tmp_path / page).write_text(f"before\n{publish.BEGIN}\nold figures\n{publish.END}\nafter\n")
     (tmp_path / "run.json").write_text(json.dumps(run(result(ratio=2.5), result("qr 12x192 float32 forward", 0.5))))
-    assert main(["bench", "--readme", str(tmp_path / "run.json")]) == 0
-    text = (tmp_path / "README.md").read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old figures" not in text
-    assert "| × `torch.linalg` | – | **0.50** | – | 2.50 |" in text and "commit 0123456789." in text
-    written = (tmp_path / "docs" / "benchmarks.json").read_text()
-    assert "the name of a machine" not in written and set(json.loads(written)["results"]) == {
-        NAME,
-        "qr 12x192 float32 forward",
-    }
-    assert (tmp_path / "docs" / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
-    assert text == publish.replaced(text, json.loads(written))
-    assert "written: README.md" in capsys.readouterr().err
+    return tmp_path
+
+
+@pytest.mark.parametrize("option", ["--publish", "--readme"])
+def test_the_command_writes_four_files(clone, capsys, option):
+    pytest.importorskip("matplotlib")
+    assert main(["bench", option, str(clone / "run.json")]) == 0
+    readme, page = ((clone / name).read_text() for name in (publish.README, publish.PAGE))
+    for text in (readme, page):
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old figures" not in text
+        assert "commit 0123456789" in text
+    assert "| × `torch.linalg` | – | **0.50** | – | 2.50 |" in page
+    assert "– / – / 0.50–2.50×" in readme and "We publish losses too: `qr` 0.50× at 12x192." in readme
+    written = (clone / publish.DATA).read_text()
+    assert "the name of a machine" not in written
+    assert set(json.loads(written)["results"]) == {NAME, "qr 12x192 float32 forward"}
+    assert (clone / publish.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert publish.pages(json.loads(written), clone) == {publish.README: readme, publish.PAGE: page}
+    said = capsys.readouterr().err
+    assert "written: README.md" in said and ("--readme is deprecated, use --publish" in said) == (option == "--readme")
+
+
+def test_no_file_is_written_where_one_page_has_no_marks(clone):
+    (clone / publish.PAGE).write_text("nothing")
+    assert main(["bench", "--publish", str(clone / "run.json")]) == 2
+    assert "old figures" in (clone / publish.README).read_text() and not (clone / publish.DATA).exists()
+
+
+# README's short table.
+
+
+def highlight(*results: dict, metric: str = FASTEST) -> str:
+    row = tables.Highlight("qr", (("qr 12x192 float32 forward", NAME),), metric, "torch")
+    return row.range(publish.summarize([run(*results)])["results"])
+
+
+def test_a_highlight_is_the_range_of_what_is_known():
+    small = "qr 12x192 float32 forward"
+    assert highlight(result(ratio=2.0), result(small, 14.6)) == "2.00–15×"
+    assert highlight(result(ratio=2.0), result(small, 2.001)) == "2.00×"
+    assert highlight(result(ratio=2.0), result(small, 0.5, trusted=False)) == "2.00×"
+    assert highlight() == "–" and highlight(result(), metric="another") == "–"
+
+
+def test_every_highlight_is_of_published_cases():
+    names = {name for row in tables.HIGHLIGHTS for group in row.groups for name in group}
+    assert names and names <= tables.standard_names()
+
+
+def test_losses_name_the_op_and_its_shapes():
+    found = publish.summarize(
+        [run(result(ratio=0.9), result("qr 12x192 float32 forward", 0.5), result("qr 12x384 float32 forward", 2.0))]
+    )
+    assert list(tables.losses(found["results"])) == ["`qr` 0.50–0.90× at 12x192 and 12x768"]
 
 
 def test_an_edited_checkout_is_named_so():
     edited = {**MACHINE, "commit": "0123456789abcdef+changes"}
-    assert "commit 0123456789+changes, 0123456789." in " ".join(
-        publish.region(publish.summarize([run(machine=edited), run()])).split()
-    )
+    summary = publish.summarize([run(machine=edited), run()])
+    for region in (publish.highlights(summary), publish.tables(summary)):
+        assert "commit 0123456789+changes, 0123456789" in " ".join(region.split())
 
 
-def test_a_readme_without_marks_is_refused():
-    with pytest.raises(publish.RunsDoNotFit, match="wanted the marks"):
-        publish.replaced("nothing", publish.summarize([run()]))
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(publish.RunsDoNotFit, match="page.md: wanted the marks"):
+        publish.replaced("nothing", "figures", "page.md")

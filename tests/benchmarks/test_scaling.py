@@ -11,21 +11,31 @@ import torch
 
 import overtone as ot
 from overtone.benchmarks.harness import scaling, scaling_page
-from overtone.benchmarks.harness.case import Case
+from overtone.benchmarks.harness.case import Case, Workload
 from overtone.benchmarks.harness.scaling import Measured, Sweep, fit, measure
 from overtone.benchmarks.harness.timing import Plan, Timing
 from overtone.cli import main
 
-pytestmark = pytest.mark.usefixtures("undisturbed_machine")
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 PLAN = Plan(rounds=1, seconds=1.0, slice_seconds=0.0)
 
 
 def identity_case(value: int, ours=lambda x: x * 1) -> Case:
     return Case(
-        op="copy", shape=str(value), dtype=torch.float32, mode="forward", setup=lambda: (torch.ones(value),),
-        ours=ours, baselines={"reference": lambda x: x * 1}, flops=0, bytes=0, limit="matmul",
-    )  # fmt: skip
+op="copy",
+shape=str(value),
+dtype=torch.float32,
+mode="forward",
+workload=Workload(
+setup=lambda: (torch.ones(value),),
+ours=ours,
+baselines={"reference": lambda x: x * 1},
+flops=0,
+bytes=0,
+bound_by="matmul",
+),
+)  # fmt: skip
 
 
 def sweep(case=identity_case, values=(4, 8, 16), **fields) -> Sweep:
@@ -41,7 +51,7 @@ def with_times(measured: Measured, seconds) -> Measured:
 
 
 def our_time(measured: Measured) -> scaling.Curve:
-    return next(curve for curve in measured.curves() if (curve.contender, curve.quantity) == ("ours", "time"))
+    return next(curve for curve in measured.curves() if (curve.implementation, curve.quantity) == ("ours", "time"))
 
 
 # Fits.
@@ -94,7 +104,7 @@ def test_the_smallest_point_of_every_sweep_is_right():
         smallest = Sweep(each.op, each.axis, each.values[:1], each.case, each.time, each.memory)
         measured = measure(smallest, PLAN)
         assert measured.failures == [], each.title
-        assert {curve.contender for curve in measured.curves()} == set(each.time), each.title
+        assert {curve.implementation for curve in measured.curves()} == set(each.time), each.title
 
 
 def test_a_wrong_result_has_no_point():
@@ -145,7 +155,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "theory" in captured.out and "copy against N: 16" in captured.err and page.exists()
     curves = json.loads(data.read_text())["curves"]
-    assert {curve["contender"] for curve in curves} == {"ours", "reference"} and curves[0]["x"] == [4, 8, 16]
+    assert {curve["implementation"] for curve in curves} == {"ours", "reference"} and curves[0]["x"] == [4, 8, 16]
 
 
 def test_the_command_fails_on_a_wrong_result(tmp_path, capsys, monkeypatch):

@@ -7,11 +7,12 @@ import torch
 
 from overtone.benchmarks import step
 from overtone.benchmarks.harness import runner, timing
+from overtone.benchmarks.shapes import ImageShape
 from overtone.ops.basis import BasisCache
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
-SMALL = step.Shape("small", 2, 16, 8, 24, 3, depth=2)
+SMALL = ImageShape("small", 2, 16, 8, 24, 3, depth=2)
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +23,11 @@ def wanted_share(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"return_norms": True}, {"autocast": True}], ids=str)
 def test_both_models_take_the_same_step(options):
     case = step.step_case(step.Kind(SMALL, **options))
-    trial = runner.Trial(case)
-    for name, function in runner.contenders(case).items():
-        check = trial.check(name, trial.call(function))
+    prepared = runner.PreparedCase(case)
+    for name, function in runner.implementations(case).items():
+        check = prepared.check(name, prepared.call(function))
         assert check.passed, f"{name}: {check.message}"
-    loss, *grads = trial.evidence.plain
+    loss, *grads = prepared.expected.plain
     assert loss.dim() == 0 and len(grads) > 20
 
 

@@ -1,4 +1,4 @@
-"""Timing in turns, and what the machine says of itself: disturbed rounds do not count."""
+"""Timing in turns, and what the machine says of itself: noisy rounds do not count."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from overtone import hardware
 from overtone.benchmarks.harness import machine, report, runner, timing
 from overtone.benchmarks.harness.case import Call
 
-pytestmark = pytest.mark.usefixtures("undisturbed_machine")
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
-def test_contenders_take_turns():
+def test_implementations_take_turns():
     turns = []
     calls = {name: Call(lambda _, name=name: turns.append(name)) for name in "AB"}
     timing.interleave(calls, PLAN)
@@ -32,14 +32,14 @@ def test_a_turn_repeats_the_call_until_its_time_is_over(clock):
 
 
 @pytest.mark.parametrize(
-    ("clean", "rounds"), [(timing.ENOUGH_ROUNDS, 10), (timing.ENOUGH_ROUNDS - 1, 10 * timing.PATIENCE)]
+    ("clean", "rounds"), [(timing.ENOUGH_ROUNDS, 10), (timing.ENOUGH_ROUNDS - 1, 10 * timing.MAX_RETRY_FACTOR)]
 )
 def test_patience_ends_with_enough_clean_rounds(clock, monkeypatch, clean, rounds):
     loads = iter([0.0] * clean + [1.0] * 1000)
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: next(loads)))
+    monkeypatch.setattr(machine, "OtherLoad", lambda: SimpleNamespace(cpus=lambda: next(loads)))
     plan = timing.Plan(rounds=100, seconds=10.0, slice_seconds=0.0)
     measurement = timing.interleave({"A": Call(lambda _: clock.sleep(1.0))}, plan)
-    assert (measurement.undisturbed_rounds, measurement.rounds) == (clean, rounds)
+    assert (measurement.clean_rounds, measurement.rounds) == (clean, rounds)
 
 
 def test_ratios_minimum_and_median(clock):
@@ -53,14 +53,14 @@ def test_ratios_minimum_and_median(clock):
     result = run(case(ours=ours, baselines=baselines, targets={"reference": 2.0, "quicker": 2.0})).results[0]
     assert (result.ours.minimum, result.ours.median, result.ours.calls) == (1.0, 3.0, 4)
     assert result.ratios == {"reference": 2.0, "quicker": 0.5}
-    assert result.best_plain == ("quicker", 0.5)
+    assert result.fastest_baseline == ("quicker", 0.5)
     assert result.rate == 8000 / 3.0
 
 
 def test_share_of_the_fastest_probe_or_of_matrix_products(clock):
     ours = taking(clock, 1.0)
     assert run(case(ours=ours)).results[0].share == 0.5
-    assert run(case(ours=ours, limit="matmul", flops=int(2e10))).results[0].share == 0.2
+    assert run(case(ours=ours, bound_by="matmul", flops=int(2e10))).results[0].share == 0.2
 
 
 @pytest.mark.parametrize("limit", ["read", "map"])
@@ -78,17 +78,17 @@ def test_disturbed_rounds_are_thrown_away(clock, monkeypatch):
         current.cpus = next(loads)
         return SimpleNamespace(cpus=lambda: current.cpus)
 
-    monkeypatch.setattr(machine, "ForeignLoad", load)
+    monkeypatch.setattr(machine, "OtherLoad", load)
     slowed = Call(lambda _: clock.sleep(1.0 + 10.0 * current.cpus))
     measurement = timing.interleave({"A": slowed}, PLAN)
-    assert (measurement.rounds, measurement.undisturbed_rounds, measurement.trusted) == (6, 4, True)
+    assert (measurement.rounds, measurement.clean_rounds, measurement.reliable) == (6, 4, True)
     assert measurement.timings["A"].round_medians == (1.0,) * 4
 
 
 def test_figures_of_a_busy_machine_are_marked(clock, monkeypatch):
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: 1.0))
+    monkeypatch.setattr(machine, "OtherLoad", lambda: SimpleNamespace(cpus=lambda: 1.0))
     outcome = run(case(ours=taking(clock, 1.0)), plan=timing.Plan(rounds=3, seconds=5.0, slice_seconds=0.0))
-    assert not outcome.idle and not outcome.results[0].trusted
+    assert not outcome.idle and not outcome.results[0].reliable
     text = report.table(outcome)
     assert "OTHER PROCESSES USED THE MACHINE" in text and "~1000" in text
     assert report.as_json(outcome)["idle"] is False
@@ -113,7 +113,7 @@ def test_the_way_between_threads_is_said_beside_the_figures(clock, monkeypatch, 
 
 # The machine. These need the real ones.
 
-RealForeignLoad = machine.ForeignLoad
+RealForeignLoad = machine.OtherLoad
 real_thread_latency = hardware.thread_latency
 
 
@@ -131,10 +131,10 @@ def test_foreign_load_is_busy_time_minus_our_own(monkeypatch, busy, own, wanted)
 def test_a_busy_process_is_seen(monkeypatch):
     if machine.busy_seconds() is None:
         pytest.skip("this system has no /proc/stat")
-    monkeypatch.setattr(machine, "ForeignLoad", RealForeignLoad)
+    monkeypatch.setattr(machine, "OtherLoad", RealForeignLoad)
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        assert machine.is_disturbed(machine.foreign_cpus(0.5))
+        assert machine.is_noisy(machine.other_cpu_load(0.5))
     finally:
         child.kill()
         child.wait()
@@ -165,7 +165,7 @@ def test_one_thread_has_nobody_to_send_a_line_to(threads, cpu_kernels):
 def test_without_proc_stat_idleness_is_unknown_and_said(monkeypatch):
     monkeypatch.setattr(machine, "busy_seconds", lambda: None)
     assert RealForeignLoad().cpus() is None
-    assert not machine.is_disturbed(None)
+    assert not machine.is_noisy(None)
     outcome = runner.run_cases([case()], PLAN, compiled=False)
     assert "does not say whether others use the machine" in report.table(outcome)
 
@@ -181,5 +181,5 @@ def test_bf16_probe_survives_a_crash(monkeypatch, tmp_path, script, works):
 
 def test_bf16_products_that_would_kill_the_process_are_not_run(monkeypatch):
     monkeypatch.setattr(hardware, "bf16_matmul_works", lambda: False)
-    outcome = run(case(dtype=torch.bfloat16, limit="matmul"))
+    outcome = run(case(dtype=torch.bfloat16, bound_by="matmul"))
     assert not outcome.passed and "ONEDNN_MAX_CPU_ISA" in report.table(outcome)

@@ -15,7 +15,7 @@ from overtone.benchmarks.harness import machine, runner
 from overtone.benchmarks.harness.case import Case
 from overtone.cli import bench
 
-pytestmark = pytest.mark.usefixtures("undisturbed_machine")
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
 def command(*arguments: str) -> int:
@@ -29,10 +29,10 @@ def command(*arguments: str) -> int:
 def only(monkeypatch):
     """Make these the only cases, on a machine that others use as much as given."""
 
-    def install(*cases: Case, foreign_cpus: float = 0.0) -> None:
+    def install(*cases: Case, other_cpu_load: float = 0.0) -> None:
         monkeypatch.setattr(runner, "all_cases", lambda: list(cases))
         monkeypatch.setattr(bench, "_standard_names", lambda: {case.name for case in cases})
-        monkeypatch.setattr(machine, "foreign_cpus", lambda: foreign_cpus)
+        monkeypatch.setattr(machine, "other_cpu_load", lambda: other_cpu_load)
 
     return install
 
@@ -78,7 +78,7 @@ def test_command_fails_on_a_wrong_result(only, capsys):
 
 
 def test_command_warns_of_a_busy_machine_or_refuses_it(only, capsys):
-    only(case(), foreign_cpus=1.5)
+    only(case(), other_cpu_load=1.5)
     assert command("--quick") == 0
     captured = capsys.readouterr()
     assert "THE MACHINE IS BUSY: other processes use 1.50 CPUs" in captured.err
@@ -90,7 +90,7 @@ def test_command_warns_of_a_busy_machine_or_refuses_it(only, capsys):
 
 def test_command_refuses_figures_disturbed_during_the_run(only, capsys, monkeypatch):
     only(case())
-    monkeypatch.setattr(machine, "ForeignLoad", lambda: SimpleNamespace(cpus=lambda: 1.0))
+    monkeypatch.setattr(machine, "OtherLoad", lambda: SimpleNamespace(cpus=lambda: 1.0))
     assert command("--quick", "--require-idle") == 1
     assert "during the run" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from overtone.models import VisionTransformer, ViTConfig
-from overtone.training.distributed import leave_group
+from overtone.training.distributed import destroy
 
 RANKS, STEPS = 2, 3
 
@@ -67,7 +67,7 @@ def worker(rank: int, way: str, port: int) -> None:
         wanted = losses_of(build(), 0, 1)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted))
         print("equal", flush=True)
-    leave_group()
+    destroy()
 
 
 if __name__ == "__main__":

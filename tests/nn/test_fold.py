@@ -85,6 +85,25 @@ def test_the_function_is_the_same_and_no_op_of_ours_is_left(method, kind, norm):
     assert torch.equal(model(images()), wanted[0])
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_language_models(method, kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "context_length": 12, "dim": 16, "num_heads": 2, "depth": 3}
+    model = draw_vectors(ot.models.gpt(**sizes, regime=REGIMES, kind=kind, method=method, dtype=torch.float64)).eval()
+    tokens = torch.arange(24).view(2, 12) % 11
+    folded = ot.spectrum.fold(model)
+    with Namespaces() as ops:
+        found = folded(tokens, return_norms=True)
+        written = folded.generate(tokens[:, :3], 9, temperature=0)
+    assert_close(found, model(tokens, return_norms=True))
+    assert torch.equal(written, model.generate(tokens[:, :3], 9, temperature=0))
+    assert ops.seen == {"aten"}
+    exported = torch.export.export(folded, (tokens,))
+    assert exported_namespaces(exported) == {"aten"}
+    assert_close(exported.module()(tokens), found[0])
+
+
 def some_masks():
     generator = torch.Generator().manual_seed(0)
     keep = torch.rand(2, 3, 5, 5, generator=generator) < 0.6

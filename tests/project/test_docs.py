@@ -93,7 +93,7 @@ def test_code_runs(path):
 
 def test_every_guide_has_code():
     guides = sorted((DOCS / "guides").glob("*.md"))
-    assert len(guides) == 3 and all(python_blocks(path.read_text()) for path in guides)
+    assert len(guides) == 4 and all(python_blocks(path.read_text()) for path in guides)
 
 
 class TestReadme:

@@ -1,11 +1,11 @@
-"""Cases of known behaviour, to try the benchmark kit with."""
+"""Benchmark cases of known behavior."""
 
 from __future__ import annotations
 
 import torch
 
 from overtone.benchmarks.harness import runner, timing
-from overtone.benchmarks.harness.case import Case
+from overtone.benchmarks.harness.case import Case, Workload
 
 PLAN = timing.Plan(rounds=4, seconds=60.0, slice_seconds=0.0)
 
@@ -20,21 +20,22 @@ def wrong_square(x):
 
 def case(**fields) -> Case:
     given = {
-        "op": "square",
-        "shape": "1000",
-        "dtype": torch.float32,
-        "mode": "forward",
         "setup": lambda: (torch.linspace(1, 2, 1000),),
         "ours": square,
         "baselines": {"reference": lambda x: x**2},
         "flops": 1000,
         "bytes": 8000,
+        "bound_by": "map",
+        "runs_own_backward": False,
     }
-    return Case(**{**given, **fields})
+    workload = Workload(**{name: fields.pop(name, value) for name, value in given.items()})
+    return Case(
+        **{"op": "square", "shape": "1000", "dtype": torch.float32, "mode": "forward", **fields}, workload=workload
+    )
 
 
 def run(*cases: Case, plan: timing.Plan = PLAN) -> runner.Run:
-    return runner.run_cases(cases, plan, compiled=False, quick=True, foreign_cpus=0.0)
+    return runner.run_cases(cases, plan, compiled=False, quick=True, other_cpu_load=0.0)
 
 
 def taking(clock, seconds: float, function=square):

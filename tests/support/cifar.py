@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from overtone.training import cifar
-from overtone.training.cifar import PIXELS, File
+from overtone.training.data import cifar
+from overtone.training.data.cifar import PIXELS, File
 
 
 def small_cifar10(folder: Path, monkeypatch: pytest.MonkeyPatch, *, train: int, test: int) -> None:

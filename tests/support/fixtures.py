@@ -79,9 +79,9 @@ def host_cuda() -> host_cuda_kernels.HostCuda:
 
 
 @pytest.fixture
-def undisturbed_machine(monkeypatch):
+def quiet_machine(monkeypatch):
     """These tests share the machine with whatever else runs on it; what they assert must not depend on that."""
-    monkeypatch.setattr(machine, "ForeignLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
+    monkeypatch.setattr(machine, "OtherLoad", lambda *own: SimpleNamespace(cpus=lambda: 0.0))
     monkeypatch.setattr(machine, "matmul_peak", lambda seconds, device: 1e11)
     monkeypatch.setattr(hardware, "thread_latency", lambda: 5e-8)
 

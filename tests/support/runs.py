@@ -25,9 +25,9 @@ _context.set_forkserver_preload(
 
 # Four steps an epoch; every part of a run's state is in use.
 TINY = TrainConfig(
-    data="digits", fraction=0.1, dim=16, heads=2, depth=2, regime="sharpen,free", drop_path=0.1, epochs=2,
-    batch_size=32, accumulate=2, learning_rate=3e-3, warmup=0.5, ema=0.9, checkpoint_steps=1, timeout=300.0,
-    tensorboard=False,
+    data="digits", train_fraction=0.1, dim=16, num_heads=2, depth=2, regime="sharpen,free", drop_path=0.1, epochs=2,
+    batch_size=32, grad_accumulation=2, learning_rate=3e-3, warmup_epochs=0.5, ema=0.9, checkpoint_steps=1,
+    timeout=300.0, tensorboard=False,
 )  # fmt: skip
 SECONDS = 300  # a run of TINY takes one; a machine may be busy
 

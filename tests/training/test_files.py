@@ -21,7 +21,7 @@ from overtone.training import CheckpointError, TrainingError, checkpoint, load_m
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
+QUICK = runs.TINY.replace(checkpoint_steps=0, grad_accumulation=1, drop_path=0.0, ema=0.0, epochs=1)
 STATE = {"step": 3, "seconds": 0.5, "config": {"seed": 0}, "history": [{"loss": 1e-300, "worst": float("inf")}]}
 
 
@@ -122,7 +122,7 @@ def without_checksums(folder: Path) -> None:
     for path in (folder / checkpoint.CHECKPOINT, folder / checkpoint.WEIGHTS):
         state, found = checkpoint.read_state(path), checkpoint.read_tensors(path)
         state.pop("data_sha256", None)
-        state["config"].pop("compile")
+        state["config"]["run"].pop("compile")
         save_file({name: value.clone() for name, value in found.items()}, path, {"state": json.dumps(state)})
 
 

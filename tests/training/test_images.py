@@ -20,7 +20,6 @@ from overtone.training import (
     ConfigError,
     DataError,
     TrainConfig,
-    identity,
     inference,
     load_data,
     load_info,
@@ -28,7 +27,8 @@ from overtone.training import (
     predict,
     train,
 )
-from overtone.training.image_folder import _WIDE, SUFFIXES, in_bytes, read_image
+from overtone.training.data import identity
+from overtone.training.data.image_folder import _WIDE, SUFFIXES, in_bytes, read_image
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow to make images")
 
@@ -123,7 +123,7 @@ def test_numbers_without_a_range_are_refused(tmp_path, values):
     for column, value in enumerate(values):
         image.putpixel((column, 0), value)
     image.save(tmp_path / "x.tiff")
-    with pytest.raises(DataError, match=r"x.tiff: grey values from .*, wanted 0 to 1 \(of floats\), 255 or 65535"):
+    with pytest.raises(DataError, match=r"x.tiff: gray values from .*, wanted 0 to 1 \(of floats\), 255 or 65535"):
         read_image(tmp_path / "x.tiff", 2)
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_an_image_or_one_line(tmp_path, suffix):
             try:
                 assert read_image(path, 8).shape == (3, 8, 8)
             except DataError as error:
-                assert str(error).startswith(f"not a readable image: {path}: ") and len(str(error).splitlines()) == 1
+                assert str(error).startswith(f"cannot read image {path}: ") and len(str(error).splitlines()) == 1
 
 
 def test_a_decompression_bomb_is_one_line(monkeypatch, tmp_path):
@@ -163,7 +163,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def config_of(folder: Path, **changes) -> TrainConfig:
-    small = {"image_size": 8, "patch_size": 4, "dim": 16, "heads": 2, "depth": 1, "batch_size": 4, "epochs": 1}
+    small = {"image_size": 8, "patch_size": 4, "dim": 16, "num_heads": 2, "depth": 1, "batch_size": 4, "epochs": 1}
     return TrainConfig(data="folder", data_dir=str(folder), tensorboard=False, **(small | changes))
 
 
@@ -240,7 +240,7 @@ def test_what_does_not_change_the_data_does_not_matter(trained, tmp_path):
 
 
 def test_large_data_are_known_by_names_and_sizes(trained, monkeypatch):
-    monkeypatch.setattr(identity, "MOST_HASHED", 100)
+    monkeypatch.setattr(identity, "MAX_HASHED_BYTES", 100)
     monkeypatch.setattr(Path, "read_bytes", None)  # not read
     lines = identity.listed(load_data(config_of(trained[0]))).splitlines()
     assert len(lines) == 33 and all(line.split("\t")[3] == "-" for line in lines)
@@ -310,7 +310,7 @@ def test_predictions_are_the_models_on_the_runs_own_images(trained):
     model, info = load_model(run), load_info(run)
     images = torch.stack([read_image(path, 8) for path in paths])
     with torch.no_grad():
-        expected = model(info.normalise(images)).softmax(1).double()
+        expected = model(info.normalize(images)).softmax(1).double()
     for prediction, probabilities in zip(found, expected, strict=True):
         assert prediction.error is None
         by_class = dict(zip(prediction.classes, prediction.probabilities, strict=True))
@@ -324,7 +324,7 @@ def test_predictions_are_the_models_on_the_runs_own_images(trained):
 def test_predictions_of_the_test_images_have_the_test_accuracy(tmp_path):
     """A run of the digits, whose images are written to files first: one channel, 8 pixels."""
     config = TrainConfig(
-        data="digits", fraction=0.1, dim=16, heads=2, depth=1, epochs=2, batch_size=32, tensorboard=False
+        data="digits", train_fraction=0.1, dim=16, num_heads=2, depth=1, epochs=2, batch_size=32, tensorboard=False
     )
     result = train(config, tmp_path / "run", progress=False)
     test = load_data(config).test

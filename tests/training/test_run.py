@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,26 +14,28 @@ from support import runs
 from torch._dynamo import lookup_backend
 
 from overtone import cli, hardware, training
-from overtone.training import CheckpointError, checkpoint, load_model, logging, train
-from overtone.training.config import field_types
+from overtone.training import CheckpointError, checkpoint, load_model, logging, train, trainer
+from overtone.training.config import Setting, settings
+from overtone.training.distributed import Distributed
 from overtone.training.optim import learning_rate
+from overtone.training.run_folder import identified_data
 from overtone.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUICK = runs.TINY.replace(checkpoint_steps=0, accumulate=1, drop_path=0.0, ema=0.0, epochs=1)
+QUICK = runs.TINY.replace(checkpoint_steps=0, grad_accumulation=1, drop_path=0.0, ema=0.0, epochs=1)
 
 
 def flags(config: training.TrainConfig) -> list[str]:
     """The command line that gives this configuration."""
-    found = []
-    for name, value in config.to_dict().items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            found.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            found += [f"--{flag}", str(value)]
-    return found
+    return [word for name, value in config.settings().items() if value is not None for word in flag(name, value)]
+
+
+def flag(name: str, value: object) -> list[str]:
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", ",".join(value) if isinstance(value, tuple) else str(value)]
 
 
 def test_the_command_line_leaves_a_whole_run(capsys, tmp_path):
@@ -44,7 +46,7 @@ def test_the_command_line_leaves_a_whole_run(capsys, tmp_path):
     assert "regime=sharpen,free" in output.out  # the configuration is printed
     assert lines[-2].startswith("test accuracy ") and lines[-1] == f"Run: {tmp_path / 'run'}"
     assert "images/s" in output.err and "HFC/LFC" in output.err  # the progress bar
-    assert training.TrainConfig.from_json(tmp_path / "run" / "config.json") == training.resolved(config)
+    assert training.TrainConfig.from_json(tmp_path / "run" / "config.json") == config
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2"]
@@ -63,7 +65,7 @@ def test_a_configuration_file_and_flags_over_it(capsys, tmp_path):
     (tmp_path / "c.json").write_text(QUICK.to_json())
     arguments = ["--config", str(tmp_path / "c.json"), "--seed", "3", "--no-tensorboard"]
     assert cli.main(["train", "--out", str(tmp_path / "run"), *arguments]) == 0
-    assert training.load_config(tmp_path / "run") == training.resolved(QUICK.replace(seed=3))
+    assert training.load_config(tmp_path / "run") == QUICK.replace(seed=3)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ def test_a_configuration_file_and_flags_over_it(capsys, tmp_path):
         (["--regime", "wild"], "regime"),
         (["--config", "nowhere.json"], "nowhere.json"),
         (["--device", "cuda"], "torch finds no GPU"),
-        (["--fraction", "0.01", "--batch-size", "64"], "at most the 10 training images"),
-        (["--batch-size", "30", "--accumulate", "4"], "a multiple of accumulate × processes = 4"),
+        (["--train-fraction", "0.01", "--batch-size", "64"], "at most the 10 training images"),
+        (["--batch-size", "30", "--grad-accumulation", "4"], "a multiple of grad_accumulation × processes = 4"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, arguments, message):
@@ -93,7 +95,7 @@ def test_the_trained_model_comes_back(tmp_path):
     data = training.load_data(config)
     images = data.test.images(torch.arange(len(data.test.labels)))
     with torch.no_grad():
-        right = model(training.load_info(tmp_path).normalise(images)).argmax(1) == data.test.labels
+        right = model(training.load_info(tmp_path).normalize(images)).argmax(1) == data.test.labels
     assert right.double().mean().item() == result.test_accuracy  # the averaged weights, as they were tested
     saved = checkpoint.read_tensors(tmp_path / checkpoint.CHECKPOINT)
     assert torch.equal(model.head.weight, saved["average.head.weight"])
@@ -112,7 +114,7 @@ def test_training_learns_and_leaves_the_generator_alone(tmp_path):
 def test_parts_of_a_step_and_recomputing_change_nothing(tmp_path):
     config = QUICK.replace(precision="float64")
     train(config, tmp_path / "whole", progress=False)
-    train(config.replace(accumulate=4, recompute=True), tmp_path / "parts", progress=False)
+    train(config.replace(grad_accumulation=4, grad_checkpointing=True), tmp_path / "parts", progress=False)
     (tensors, _), (expected, _) = runs.outcome(tmp_path / "parts"), runs.outcome(tmp_path / "whole")
     for name, value in expected.items():
         torch.testing.assert_close(tensors[name], value, rtol=1e-9, atol=1e-9, msg=name)
@@ -131,7 +133,7 @@ def test_bfloat16_trains(tmp_path):
 
 @pytest.mark.parametrize(("checkpoint_steps", "last"), [(0, "no checkpoint was written yet"), (1, "of step 2, is")])
 def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch, tmp_path, checkpoint_steps, last):
-    update = Trainer._update
+    update = Trainer._step
 
     def poisoned(self, *arguments):
         if self.step == 2:
@@ -139,7 +141,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch, tmp_path, checkpoi
                 self.model.head.bias[0] = float("nan")
         update(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_update", poisoned)
+    monkeypatch.setattr(Trainer, "_step", poisoned)
     with pytest.raises(training.DivergedError, match=f"loss of the epoch is nan.*{last}"):
         train(QUICK.replace(checkpoint_steps=checkpoint_steps), tmp_path, progress=False)
     if checkpoint_steps:
@@ -148,15 +150,39 @@ def test_a_loss_that_is_not_finite_stops_the_run(monkeypatch, tmp_path, checkpoi
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(Trainer, "_loss", lambda self, logits, *_: logits.sum().sub(logits.sum().detach()).sqrt())
-    with pytest.raises(training.DivergedError, match="the gradient is not finite"):
-        train(QUICK, tmp_path, progress=False)
+    """The weights never see it, however late it is noticed, and the error names the step."""
+    weights = []
+
+    def poisoned(scores, *_):
+        weights.append(scores.detach().clone())
+        total = scores.sum() - scores.sum().detach()
+        return total.sqrt() if len(weights) > 2 else total
+
+    monkeypatch.setattr(trainer, "loss_of", poisoned)
+    monkeypatch.setattr(Trainer, "_finish_epoch", lambda *_: None)
+    run = Trainer(QUICK, tmp_path, *parts_of_a_trainer(QUICK, tmp_path))
+    run.look_steps = 4
+    with pytest.raises(training.DivergedError, match="stopped at step 2 of 4: .* the gradient is not finite"):
+        run.run(progress=False)
+    assert run.step == 4  # the epoch's last step looks at once
+    assert all(value.isfinite().all() for value in run.model.parameters())
+    steps = {int(state["step"]) for state in run.optimizer.state.values()}
+    assert steps == {2}
 
 
-def test_another_run_is_not_continued(tmp_path):
+def parts_of_a_trainer(config: training.TrainConfig, folder: Path) -> tuple:
+    data, images = identified_data(folder, config, None)
+    return Distributed(config), data, images
+
+
+def test_another_run_is_not_continued(capsys, tmp_path):
     train(QUICK, tmp_path, progress=False)
-    with pytest.raises(CheckpointError, match="different are .there, here.: depth: 2, 3; seed: 0, 1$"):
-        train(QUICK.replace(seed=1, depth=3), tmp_path, resume=True, progress=False)
+    other = QUICK.replace(seed=1, depth=3, regime="free")
+    with pytest.raises(CheckpointError, match="differ .saved, requested.: depth: 2, 3; regime: .*; seed: 0, 1$"):
+        train(other, tmp_path, resume=True, progress=False)
+    # Options that do not go together with the run's.
+    assert cli.main(["train", "--out", str(tmp_path), "--resume", "--depth", "3"]) == 2
+    assert "these settings differ (saved, requested): depth: 2, 3\n" in capsys.readouterr().err
 
 
 def stop_after(monkeypatch, epochs: int) -> None:
@@ -173,7 +199,7 @@ def stop_after(monkeypatch, epochs: int) -> None:
 
 def test_resume_needs_no_other_option(capsys, monkeypatch, tmp_path):
     """The run's own configuration counts, whatever it is, also before its first checkpoint."""
-    config = runs.TINY.replace(seed=3, workers=1, timeout=100.0)
+    config = runs.TINY.replace(seed=3, num_workers=1, timeout=100.0)
     train(config, tmp_path / "whole", progress=False)
     resume = ["train", "--out", str(tmp_path / "run"), "--resume"]
     with monkeypatch.context() as patch:
@@ -185,7 +211,7 @@ def test_resume_needs_no_other_option(capsys, monkeypatch, tmp_path):
     (tmp_path / "run" / checkpoint.CHECKPOINT).unlink()
     assert cli.main(resume) == 0
     runs.check_same_bits(tmp_path / "run", tmp_path / "whole")
-    assert training.load_config(tmp_path / "run") == training.resolved(config)
+    assert training.load_config(tmp_path / "run") == config
 
 
 def test_resume_without_a_run_says_so(capsys, tmp_path):
@@ -194,38 +220,43 @@ def test_resume_without_a_run_says_so(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def other_value(field: dataclasses.Field, value: object) -> object:
-    """A value that the field may also have."""
-    choices, _ = field_types()[field.name]
-    if not isinstance(choices[0], type):
-        return next(choice for choice in choices if choice != value)
-    others = {bool: not value, str: "smooth" if field.name == "regime" else "feat_scale", int: 4, float: 0.25}
-    return others[choices[0]]
+def other_value(setting: Setting, value: object) -> object:
+    """A value that the setting may also have."""
+    words = {
+        "regime": "smooth", "kind": "general", "norm": "post", "pool": "mean", "method": "feat_scale",
+        "filter_place": "residual", "num_heads": 4, "patch_size": 4, "norm_sign": -1,
+    }  # fmt: skip
+    if setting.name in words:
+        return words[setting.name]
+    if not isinstance(setting.kinds[0], type):
+        return next(choice for choice in setting.kinds if choice != value)
+    return {bool: not value, int: 4, float: 0.25 if setting.name != "condition_limit" else 3.5}[setting.kinds[0]]
+
+
+# A strength and a filter's place belong to a method that has them; digits have no other image_size.
+TOGETHER = {"depth": {"regime": "free"}, "strength": {"method": "contranorm"}, "filter_place": {"method": "contranorm"}}
 
 
 @pytest.mark.parametrize("where", ["flag", "file"])
 def test_another_option_than_the_runs_is_refused_with_both_values(capsys, tmp_path, where):
-    """Every field that decides the result, given as a flag or in a file."""
-    run = training.resolved(runs.TINY.replace(epochs=1))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(run.to_json())
-    decisive = [field for field in dataclasses.fields(run) if not field.metadata["neutral"]]
+    """Every setting that decides the result, given as a flag or in a file."""
+    decisive = [s for s in settings().values() if s.affects_result and s.name not in ("data", "image_size", "epochs")]
     assert len(decisive) > 30
-    for field in decisive:
-        value = getattr(run, field.name)
-        other = other_value(field, value)
-        if field.name == "epochs":
-            continue
-        arguments = [f"--{field.name.replace('_', '-')}", str(other)]
-        if isinstance(other, bool):
-            arguments = [f"--{'' if other else 'no-'}{field.name.replace('_', '-')}"]
+    for setting in decisive:
+        run = runs.TINY.replace(epochs=1, **TOGETHER.get(setting.name, {}))
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "config.json").write_text(run.to_json())
+        value = run.settings()[setting.name]
+        other = other_value(setting, value)
+        arguments = flag(setting.name, other)
         if where == "file":
-            (tmp_path / "c.json").write_text(json.dumps({**run.to_dict(), field.name: other}))
+            (tmp_path / "c.json").write_text(json.dumps(run.settings() | {setting.name: other}))
             arguments = ["--config", str(tmp_path / "c.json")]
-        assert cli.main(["train", "--out", str(tmp_path / "run"), "--resume", *arguments]) == 2, field.name
+        assert cli.main(["train", "--out", str(tmp_path / "run"), "--resume", *arguments]) == 2, setting.name
         error = capsys.readouterr().err
         assert len(error.splitlines()) == 1
-        assert f"different are (there, here): {field.name}: {value!r}, {other!r}" in error
+        shown = ",".join(value) if isinstance(value, tuple) else value
+        assert f"these settings differ (saved, requested): {setting.name}: {shown!r}, {other!r}" in error
 
 
 def test_more_epochs_make_a_longer_run(capsys, monkeypatch, tmp_path):
@@ -236,13 +267,13 @@ def test_more_epochs_make_a_longer_run(capsys, monkeypatch, tmp_path):
     capsys.readouterr()
     assert cli.main([*resume, "--epochs", "4"]) == 0
     error = capsys.readouterr().err
-    rates = [learning_rate(8, 4, training.resolved(runs.TINY.replace(epochs=epochs))) for epochs in (2, 4)]
+    rates = [learning_rate(8, 4, runs.TINY.replace(epochs=epochs).optim) for epochs in (2, 4)]
     assert "epochs: 2 become 4: from here the cosine is that of the longer run" in error
     assert f"the learning rate goes from {rates[0]:.3g} to {rates[1]:.3g}" in error and rates[0] < rates[1]
     assert "not that of 4 epochs from the start" in error
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    longer = training.resolved(runs.TINY.replace(epochs=4))
+    longer = runs.TINY.replace(epochs=4).optim
     assert [float(row["learning_rate"]) for row in rows[2:]] == [learning_rate(step, 4, longer) for step in (11, 15)]
     # Interrupted right after the extension, and between epochs; --resume alone knows the new length.
     with monkeypatch.context() as patch:
@@ -255,7 +286,7 @@ def test_more_epochs_make_a_longer_run(capsys, monkeypatch, tmp_path):
     runs.check_same_bits(tmp_path / "again", tmp_path / "run")
     capsys.readouterr()
     assert cli.main([*resume, "--epochs", "2"]) == 2
-    assert "different are (there, here): epochs: 4, 2" in capsys.readouterr().err
+    assert "these settings differ (saved, requested): epochs: 4, 2" in capsys.readouterr().err
 
 
 def compiled_by(monkeypatch, backend: str) -> list[str]:
@@ -288,7 +319,7 @@ def check_compiled_runs(monkeypatch, folder, config: training.TrainConfig) -> No
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(tensors[name], value, rtol=1e-9, atol=1e-9, msg=name)
-    assert training.load_config(folder / "run").compile
+    assert training.load_config(folder / "run").run.compile
     assert load_model(folder / "run").state_dict().keys() == load_model(folder / "plain").state_dict().keys()
 
 
@@ -330,10 +361,10 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
             save_file({"x": torch.zeros(1)}, path)
         else:
             path.write_bytes(path.read_bytes()[: -1 if damage == "short" else 0])
-    message = "not written by overtone" if damage == "foreign" else "damaged"
-    with pytest.raises(CheckpointError, match=f"{checkpoint.CHECKPOINT}: {message}"):
+    message = ": not written by overtone" if damage == "foreign" else " is damaged"
+    with pytest.raises(CheckpointError, match=f"{checkpoint.CHECKPOINT}{message}"):
         train(QUICK, tmp_path, resume=True, progress=False)
-    with pytest.raises(CheckpointError, match=f"{checkpoint.WEIGHTS}: {message}"):
+    with pytest.raises(CheckpointError, match=f"{checkpoint.WEIGHTS}{message}"):
         load_model(tmp_path)
 
 
@@ -344,7 +375,7 @@ def test_no_model_says_so(tmp_path):
 
 def test_without_tensorboard_it_says_so_once(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setattr(logging.EventFiles, "_said", False)
+    monkeypatch.setattr(logging.TensorBoardLogger, "_warned", False)
     with pytest.warns(UserWarning, match=r"pip install 'overtone\[tensorboard\]'") as said:
         for name in ("one", "two"):
             train(QUICK.replace(tensorboard=True), tmp_path / name, progress=False)

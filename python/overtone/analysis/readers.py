@@ -78,9 +78,9 @@ def _packed_weights(module: Any) -> Weights:
     return Weights(module.qkv.weight.chunk(3)[-1].mT, module.proj.weight.mT, _count(module))
 
 
-# HF's ViT, DeiT, DINO, Llama… say o_proj, CLIP and many others out_proj, DistilBERT out_lin, T5 o.
+# HF's ViT, DeiT, DINO, Llama… say o_proj, CLIP and many others out_proj, DistilBERT out_lin, Phi dense, T5 o.
 _VALUES = ("v_proj", "v_lin", "v")
-_OUTPUTS = ("o_proj", "out_proj", "out_lin", "o")
+_OUTPUTS = ("o_proj", "out_proj", "out_lin", "dense", "o")
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
@@ -96,7 +96,16 @@ def _split_matches(module: Any) -> bool:
 
 
 def _split_weights(module: Any) -> Weights:
-    return Weights(_first(module, _VALUES).weight.mT, _output(module).weight.mT, _count(module))
+    w_proj, num_heads = _output(module).weight.mT, _count(module)
+    return Weights(_values_of_heads(_first(module, _VALUES).weight.mT, len(w_proj), num_heads), w_proj, num_heads)
+
+
+def _values_of_heads(w_v: Tensor, width: int, num_heads: int) -> Tensor:
+    """W_V [d, H·k = width], where neighboring heads may share columns: grouped or multi-query attention."""
+    shared, rest = divmod(width, w_v.shape[1])
+    if shared < 2 or rest or num_heads % shared:
+        return w_v
+    return w_v.unflatten(-1, (num_heads // shared, -1)).repeat_interleave(shared, -2).flatten(-2)
 
 
 def _bert_matches(module: Any) -> bool:

@@ -11,24 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from overtone._files import replace_atomically
+from overtone.cli import fail, positive
+
 if TYPE_CHECKING:
     from overtone.benchmarks.harness.case import Case
+    from overtone.benchmarks.harness.runner import Result, Run
 
 DESCRIPTION = """\
 Compares our ops with eager PyTorch, torch.compile, torch.linalg and the modules of timm and transformers, in one
 interleaved run: time, and the peak of memory of one call. A ratio is printed only beside a passed check. Without --all
-it runs the standard set, which the README shows: about eight minutes on two cores.
+it runs the standard set, which is published: about eight minutes on two cores; with --all, under 30.
 """
 EXAMPLES = """\
 examples:
   overtone bench --list                                  the cases; * is the standard set
   overtone bench --op eigh --all --json eigh.json        every case of one op
-  overtone bench --require-idle --json run.json          then: overtone bench --readme run.json
+  overtone bench --require-idle --json run.json          then: overtone bench --publish run.json
   overtone bench --against main --op frequency_norms     has it become slower since? 1 if so
   overtone bench --scaling reports/scaling.html          time and memory against N, batch, d, depth, threads
 How a figure is made, and what the JSON holds: docs/benchmarks.md
 """
-DISTURBED = "other processes used the machine during the run, and --require-idle was given"
+NOISY = "other processes used the machine during the run, and --require-idle was given"
+ALL_MINUTES = 28.0
 FILTERS = {"op": "op", "shape": "shape", "dtype": "dtype_name", "mode": "mode", "backend": "backend"}
 
 
@@ -50,40 +55,39 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     which.add_argument("--all", action="store_true", help="every case, not only the standard set")
     which.add_argument("--list", action="store_true", help="print the cases, * the standard set, and stop")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=_positive(int), metavar="N", help="undisturbed rounds wanted per case (10)")
-    how.add_argument("--seconds", type=_positive(float), metavar="S", help="time limit per case (15)")
-    how.add_argument("--threads", type=_positive(int), metavar="N", help="threads of torch (default: torch's)")
+    how.add_argument("--rounds", type=positive(int), metavar="N", help="clean rounds wanted per case (10)")
+    how.add_argument("--seconds", type=positive(float), metavar="S", help="time limit per case (15)")
+    how.add_argument(
+        "--minutes", type=positive(float), metavar="M", help="time limit of the run (28 with --all, else none)"
+    )
+    how.add_argument("--threads", type=positive(int), metavar="N", help="threads of torch (default: torch's)")
     how.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there, after every case")
     how.add_argument("--quick", action="store_true", help="two calls each, without torch.compile: a smoke test")
     how.add_argument("--no-compile", action="store_true", help="leave the torch.compile baselines out")
     how.add_argument("--require-idle", action="store_true", help="fail if other processes use the machine")
     other = parser.add_argument_group("instead").add_mutually_exclusive_group()
-    other.add_argument("--readme", nargs="+", type=Path, metavar="FILE", help="README.md's figures from such --json")
+    other.add_argument(
+        "--publish", nargs="+", type=Path, metavar="FILE", help="the published figures, from such --json"
+    )
+    other.add_argument("--readme", nargs="+", type=Path, help=argparse.SUPPRESS)  # --publish, until the next release
     other.add_argument("--against", metavar="REV", help="this checkout against a commit, or a folder that is built")
     other.add_argument("--scaling", type=Path, metavar="FILE", help="how cost grows, as one HTML page")
     parser.set_defaults(run=run)
 
 
-def _positive(kind: type):
-    def parse(text: str):
-        value = kind(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"got {text}, wanted a number above 0")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it in the error for a text that is no number
-    return parse
-
-
 def run(args: argparse.Namespace) -> int:
     """0: every result is right; 1: one is wrong or slower, or the machine is not idle and had to be; 2: a mistake."""
     if args.readme:
-        return _write_readme(args.readme)
+        _say("overtone bench: --readme is deprecated, use --publish")
+    if args.publish or args.readme:
+        return _publish(args.publish or args.readme)
     # Imported here: the other commands need none of this.
     import torch
 
     from overtone.benchmarks.harness import runner
 
+    if args.minutes is None and args.all:
+        args.minutes = ALL_MINUTES
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.scaling:
@@ -96,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
         cases = _narrowed(cases, standard, named=args.op or ())
     if not cases:
         beyond = "" if args.all or args.list else " in the standard set (--all: in all)"
-        return _fail(f"no case{beyond} has {_describe_filters(args)}; `overtone bench --list` prints them all", code=2)
+        return fail(
+            "bench", f"no case{beyond} has {_describe_filters(args)}; `overtone bench --list` prints them all", status=2
+        )
     if args.list:
         return 0
     return _against(args, [case.name for case in cases]) if args.against else _compare(args, cases)
@@ -117,27 +123,34 @@ def _standard_names() -> set[str]:
 def _compare(args: argparse.Namespace, cases: Sequence[Case]) -> int:
     from overtone.benchmarks.harness import machine, report, runner, timing
 
-    foreign = machine.foreign_cpus()
-    if machine.is_disturbed(foreign):
+    foreign = machine.other_cpu_load()
+    if machine.is_noisy(foreign):
         message = f"THE MACHINE IS BUSY: other processes use {foreign:.2f} CPUs"
         if args.require_idle:
-            return _fail(f"{message}; --require-idle wants less than {machine.FOREIGN_LIMIT}", code=1)
+            return fail("bench", f"{message}; --require-idle wants less than {machine.MAX_OTHER_LOAD}", status=1)
         _say(f"WARNING: {message}; the figures are not to be quoted")
+    progress = _Progress(len(cases))
+
+    def keep(run: Run) -> None:
+        progress.after(run.results[-1])
+        _keep_json(args.json, report.as_json(run))
+
     result = runner.run_cases(
         cases,
         _plan(args, timing.QUICK if args.quick else timing.Plan()),
         compiled=not (args.no_compile or args.quick),
         quick=args.quick,
-        foreign_cpus=foreign,
-        progress=_Progress(len(cases)),
-        keep=lambda run: _keep_json(args.json, report.as_json(run)),
+        other_cpu_load=foreign,
+        budget=args.minutes and 60 * args.minutes,
+        before=progress.before,
+        after=keep,
     )
     print(report.table(result))
     _write_json(args.json, report.as_json(result))
     if result.left_out:
         return 130
     if args.require_idle and not result.idle:
-        return _fail(DISTURBED, code=1)
+        return fail("bench", NOISY, status=1)
     return 0 if result.passed else 1
 
 
@@ -157,27 +170,27 @@ def _against(args: argparse.Namespace, names: Sequence[str]) -> int:
                 **options,
             )
     except (checkout.BuildError, compare.SideDied) as error:
-        return _fail(str(error), code=2)
+        return fail("bench", str(error), status=2)
     wrong = [result for result in results if result.verdict in ("SLOWER", "FAILED")]
     print(f"{len(results) - len(wrong)} of {len(results)} cases are right and not slower than {args.against}", end="")
     print(f", by more than {compare.TOLERANCE:.0%} and noise:" if wrong else ".")
     print("\n".join(result.row() for result in wrong), end="\n" if wrong else "")
     _write_json(args.json, {"against": args.against, "results": [dataclasses.asdict(result) for result in results]})
-    if args.require_idle and not all(result.trusted for result in results):
-        return _fail(DISTURBED, code=1)
+    if args.require_idle and not all(result.reliable for result in results):
+        return fail("bench", NOISY, status=1)
     return 1 if wrong else 0
 
 
 def _scaling(args: argparse.Namespace) -> int:
     """How cost grows, as a table and a page."""
     if importlib.util.find_spec("matplotlib") is None:  # said before the minutes that measuring takes
-        return _fail("figures need matplotlib: pip install 'overtone[report]'", code=2)
+        return fail("bench", "figures need matplotlib: pip install 'overtone[report]'", status=2)
     from overtone.benchmarks.harness import machine, scaling, scaling_page
 
     plan = dataclasses.replace(scaling.PLAN, rounds=1, slice_seconds=0.0) if args.quick else scaling.PLAN
     chosen = [sweep for sweep in scaling.sweeps() if args.op is None or sweep.op.split()[0] in args.op]
     if not chosen:
-        return _fail(f"no curve has {_describe_filters(args)}", code=2)
+        return fail("bench", f"no curve has {_describe_filters(args)}", status=2)
     measured = [scaling.measure(sweep, _plan(args, plan), _say) for sweep in chosen]
     print(scaling_page.slopes(measured).text())
     facts = machine.describe()
@@ -187,18 +200,18 @@ def _scaling(args: argparse.Namespace) -> int:
     failures = [failure for each in measured for failure in each.failures]
     for failure in failures:
         _say(f"FAILED {failure}")
-    if args.require_idle and any(each.disturbed for each in measured):
-        return _fail(DISTURBED, code=1)
+    if args.require_idle and any(each.noisy for each in measured):
+        return fail("bench", NOISY, status=1)
     return 1 if failures else 0
 
 
-def _write_readme(files: Sequence[Path]) -> int:
+def _publish(files: Sequence[Path]) -> int:
     from overtone.benchmarks.harness import checkout, publish
 
     try:
         written = publish.write(files, checkout.ROOT)
     except (OSError, ValueError, ImportError) as error:
-        return _fail(str(error), code=2)
+        return fail("bench", str(error), status=2)
     for path in written:
         _say(f"written: {path.relative_to(checkout.ROOT)}")
     return 0
@@ -211,13 +224,11 @@ def _write_json(path: Path | None, content: object) -> None:
 
 
 def _keep_json(path: Path | None, content: object) -> None:
-    """A file that is there is replaced at once, and so whole at any time."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+    with replace_atomically(path) as draft:
+        draft.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _selected(case: Case, args: argparse.Namespace) -> bool:
@@ -239,17 +250,17 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _fail(message: str, code: int) -> int:
-    _say(f"overtone bench: {message}")
-    return code
-
-
 class _Progress:
-    """One line per case on stderr."""
+    """One line per case on stderr: its name before it runs, its figure after."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
 
-    def __call__(self, case: Case) -> None:
+    def before(self, case: Case) -> None:
         self.done += 1
-        _say(f"[{self.done}/{self.total}] {case.name}")
+        print(f"[{self.done}/{self.total}] {case.name}", end="", file=sys.stderr, flush=True)
+
+    def after(self, result: Result) -> None:
+        best = result.fastest_baseline
+        figure = f"{best[1]:.2f}x {best[0]}" if best else "FAILED"
+        _say(f": {figure}{'' if result.reliable else ', on a busy machine'}")

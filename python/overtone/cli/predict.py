@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from overtone.training import Prediction
 
-MOST_SHOWN = 5  # classes, where --top-k does not say
+MAX_SHOWN = 5  # classes, where --top-k does not say
 
 DESCRIPTION = """\
-Classifies images with the model of a run of `overtone train`, read as the run reads its own (size, colours,
-normalisation; 16-bit grey is scaled). Prints a line per image: the most probable classes and their probabilities.
+Classifies images with the model of a run of `overtone train`, read as the run reads its own (size, colors,
+normalization; 16-bit gray is scaled). Prints a line per image: the most probable classes and their probabilities.
 An image that cannot be read has a line on stderr, the others are classified all the same, and the exit status is 1.
 """
 
@@ -30,12 +30,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("folder", metavar="RUN", help="folder of a run, or its model.safetensors")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, or folders with their subfolders")
-    parser.add_argument("--top-k", type=int, metavar="K", help=f"classes per image (default: at most {MOST_SHOWN})")
+    parser.add_argument("--top-k", type=int, metavar="K", help=f"classes per image (default: at most {MAX_SHOWN})")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a JSON object per line: image, classes, probabilities")
     form.add_argument("--csv", action="store_true", help="CSV: image, class_1, probability_1, class_2, …")
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images at once (%(default)s)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="threads that decode (%(default)s)")
+    parser.add_argument("--num-workers", type=int, default=2, metavar="N", help="threads that decode (%(default)s)")
+    parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)  # its name of one release ago
     parser.add_argument("--device", default="cpu", help="where the model runs, such as cuda (%(default)s)")
     parser.set_defaults(run=run)
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.images,
             batch_size=arguments.batch_size,
             device=arguments.device,
-            workers=arguments.workers,
+            **({"num_workers": arguments.num_workers} if arguments.workers is None else {"workers": arguments.workers}),
         )
         show = _writer(arguments, top)
         failures = 0
@@ -72,7 +73,7 @@ def _top(asked: int | None, classes: int) -> int:
 
     if asked is not None and not 1 <= asked <= classes:
         raise ConfigError(f"--top-k: got {asked}, wanted 1 to {classes}, the run's classes")
-    return asked or min(MOST_SHOWN, classes)
+    return asked or min(MAX_SHOWN, classes)
 
 
 def _writer(arguments: argparse.Namespace, top: int) -> Callable[[Prediction], None]:

@@ -27,7 +27,7 @@ class SourceError(ValueError):
 
 
 class Images(NamedTuple):
-    """A model that takes images [B, channels, height, width], normalised by mean and std per channel."""
+    """A model that takes images [B, channels, height, width], normalized by mean and std per channel."""
 
     channels: int
     height: int
@@ -191,8 +191,8 @@ def _load_run(folder: str) -> Source:
         raise SourceError(f"{folder}: a run is read with {error.name}: pip install 'overtone[study]'") from error
     except TrainingError as error:
         raise SourceError(str(error)) from error
-    size = config.image_size
-    assert size is not None  # where it was left open, the run has written what it took
+    size = config.data.image_size
+    assert size is not None  # TrainConfig has set it
 
     def test_images(samples: int) -> tuple[Tensor, str]:
         from overtone.training.data import load_data
@@ -202,10 +202,10 @@ def _load_run(folder: str) -> Source:
             total = len(test.labels)
             # Spread over all of them: a folder's are sorted by class.
             chosen = torch.linspace(0, total - 1, min(samples, total)).round().long()
-            pixels = info.normalise(test.images(chosen))
+            pixels = info.normalize(test.images(chosen))
         except (TrainingError, OSError) as error:
             raise SourceError(f"{folder}: no test images of this run: {error}; --images FOLDER takes others") from error
-        return pixels, f"{len(chosen)} of the run's {total} test images ({config.data})"
+        return pixels, f"{len(chosen)} of the run's {total} test images ({config.data.name})"
 
     takes = Images(info.channels, size, size, tuple(info.mean), tuple(info.std))
     return Source(model, takes, "trained weights", test_images)
@@ -262,7 +262,7 @@ class FolderImages(Sequence):
 
 
 def images(takes: Images | Words, folder: str | Path, samples: int, batch_size: int) -> FolderImages:
-    """Batches of the first `samples` images of a folder and its subfolders, resized and normalised for the model."""
+    """Batches of the first `samples` images of a folder and its subfolders, resized and normalized for the model."""
     if not isinstance(takes, Images):
         raise SourceError("--images: the model takes words, not images")
     if takes.channels not in (1, 3):
@@ -279,8 +279,8 @@ def images(takes: Images | Words, folder: str | Path, samples: int, batch_size: 
 
 
 def _read(takes: Images, path: Path, pillow: Any) -> Tensor:
-    """One image [C, H, W]: the shorter side resized, the middle cut out, normalised."""
-    from overtone.training.image_folder import in_bytes
+    """One image [C, H, W]: the shorter side resized, the middle cut out, normalized."""
+    from overtone.training.data.image_folder import in_bytes
 
     try:
         with pillow.open(path) as file:

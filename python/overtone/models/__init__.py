@@ -3,6 +3,7 @@
 from overtone.models.blocks import Block
 from overtone.models.cache import TokenCache
 from overtone.models.config import METHODS, GPTConfig, TransformerConfig, ViTConfig
+from overtone.models.files import load, save
 from overtone.models.gpt import GPT, gpt
 from overtone.models.vit import VisionTransformer, vit_base, vit_small, vit_tiny
 
@@ -16,6 +17,8 @@ __all__ = [
     "ViTConfig",
     "VisionTransformer",
     "gpt",
+    "load",
+    "save",
     "vit_base",
     "vit_small",
     "vit_tiny",

@@ -18,6 +18,7 @@ from overtone.models.blocks import Block, Transformer
 from overtone.models.cache import TokenCache
 from overtone.models.config import GPTConfig
 from overtone.models.generation import generate
+from overtone.models.huggingface import read_gpt2
 from overtone.types import FrequencyNorms
 
 __all__ = ["GPT", "gpt"]
@@ -50,6 +51,22 @@ class GPT(Transformer):
         super().reset_parameters()
         nn.init.normal_(self.tok_embed.weight, std=0.02)
         nn.init.trunc_normal_(self.pos_embed, std=float(self.config.pos_embed_std))
+
+    @classmethod
+    def from_hf(cls, model: nn.Module) -> GPT:
+        """A GPT that computes what a GPT-2 of Hugging Face's transformers computes, in its dtype, device and mode.
+
+        Weights are copied. GPT's layers have no dropout, which GPT-2's have in training.
+
+        Args:
+            model: a GPT2LMHeadModel, or a GPT2Model, whose logits are those of tied embeddings then.
+        """
+        config, state = read_gpt2(model)
+        first = state["tok_embed.weight"]
+        with torch.random.fork_rng([]):
+            result = cls(config, device=first.device, dtype=first.dtype)
+        result.load_state_dict(state)
+        return result.train(model.training)
 
     def forward(
         self, tokens: Tensor, return_norms: bool = False, cache: TokenCache | None = None
@@ -91,7 +108,8 @@ class GPT(Transformer):
     ) -> Tensor:
         """The prompt and what the model writes after it, [B, N + max_new_tokens], int64.
 
-        Runs in eval mode. Models with a spectrum are faster after `ot.spectrum.fold`, which multiplies it out once.
+        Runs in eval mode. On the CPU write with `ot.spectrum.fold(model)`: for single tokens PyTorch's own operations
+        are faster than ours, and a spectrum is then multiplied out once.
 
         Args:
             prompt: [B, N] tokens, N ≥ 1.

@@ -13,6 +13,7 @@ import overtone
 from overtone.analysis import dominance, head_weights
 from overtone.models import VisionTransformer, ViTConfig, vit_base
 from overtone.nn import SignedLayerNorm, SpectralAttention
+from overtone.study.escalation import block_measures
 
 TAUS = (0.1, 0.5, 1.0)
 Curve = list[float]
@@ -25,12 +26,12 @@ class Untrained(NamedTuple):
     similarity: dict[str, Curve]  # token similarity over depth, by "pre" and "post"
     de_escalated: dict[float, Curve]  # by τ; post-norm
     norm_signs: dict[tuple[str, str, int], Curve]  # HFC/LFC over depth, by (norm, regime, sign)
+    blocks: dict[str, list[dict[str, list[float]]]]  # block_measures by "pre", "post" and "de-escalated", a dict a seed
 
 
-@torch.no_grad()
-def untrained(quick: bool = False, seed: int = 0) -> Untrained:
-    """quick: fewer images, layers and tokens."""
-    with torch.random.fork_rng([]):
+def untrained(quick: bool = False, seed: int = 0, seeds: int = 3) -> Untrained:
+    """quick: fewer images, layers and tokens. seeds: of what is measured by block."""
+    with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(seed)
         depth = 8 if quick else 24
         return Untrained(
@@ -42,6 +43,10 @@ def untrained(quick: bool = False, seed: int = 0) -> Untrained:
                 for norm in ("pre", "post")
                 for regime in ("smooth", "sharpen")
                 for sign in (1, -1)
+            },
+            blocks={
+                name: [_blocks(norm, tau, depth, seed) for seed in range(seeds)]
+                for name, norm, tau in (("post", "post", None), ("de-escalated", "post", 1.0), ("pre", "pre", None))
             },
         )
 
@@ -62,17 +67,29 @@ def vit_base_verdicts(depth: int, images: int) -> dict[str, int]:
 
 
 def token_similarity(norm: str, tau: float | None, depth: int) -> Curve:
-    """The mean token similarity of noise images before the first block and after each, at initialisation.
+    """The mean token similarity of noise images before the first block and after each, at initialization."""
+    model = _classic(norm, tau, depth)
+    return _over_depth(model, torch.randn(8, 3, 128, 128), lambda x: overtone.token_similarity(x).mean().item())
 
-    Weights are Xavier's, as in classic Transformers. tau: de-escalation after every block, None for none.
-    """
+
+def _classic(norm: str, tau: float | None, depth: int, **options) -> VisionTransformer:
+    """With Xavier's weights, as in classic Transformers. tau: de-escalation after every block, None for none."""
     method = "plain" if tau is None else "de_escalation"
-    config = ViTConfig(image_size=128, num_classes=0, depth=depth, norm=norm, method=method, strength=tau)
-    model = VisionTransformer(config).eval()
+    model = VisionTransformer(
+        ViTConfig(image_size=128, num_classes=10, depth=depth, norm=norm, method=method, strength=tau, **options)
+    )
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-    return _over_depth(model, torch.randn(8, 3, 128, 128), lambda x: overtone.token_similarity(x).mean().item())
+    return model.eval()
+
+
+@torch.enable_grad()
+def _blocks(norm: str, tau: float | None, depth: int, seed: int) -> dict[str, list[float]]:
+    """Of noise images with random labels."""
+    torch.manual_seed(seed)
+    model = _classic(norm, tau, depth, dim=96)
+    return block_measures(model, torch.randn(4, 3, 128, 128), torch.randint(10, (4,)))
 
 
 def _over_depth(model: VisionTransformer, images: Tensor, measure: Callable[[Tensor], float]) -> Curve:

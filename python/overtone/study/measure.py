@@ -29,7 +29,7 @@ def measure(
 ) -> Measures:
     """What a part of the study wants to know of the trained run in a folder."""
     if part == "regimes":
-        return measure_trained(folder, config, images, device) if config.fraction == 1 else {}
+        return measure_trained(folder, config, images, device) if config.data.train_fraction == 1 else {}
     data = load_data(config)
     pixels, labels = _analyzed(data, images)
     trained = load_model(folder).to(device)
@@ -61,7 +61,7 @@ def measure_trained(folder: str, config: TrainConfig, images: int, device: torch
 def _analyzed(data: Data, images: int) -> tuple[Tensor, Tensor]:
     """The test images whose tokens are looked at, as the model takes them, and their labels."""
     first = torch.arange(min(images, len(data.test.labels)))
-    return data.info.normalise(data.test.images(first)), data.test.labels[first]
+    return data.info.normalize(data.test.images(first)), data.test.labels[first]
 
 
 def corrupted_accuracy(model: nn.Module, data: Data, device: torch.device) -> dict[str, list[float]]:
@@ -76,7 +76,7 @@ def corrupted_accuracy(model: nn.Module, data: Data, device: torch.device) -> di
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, info: DataInfo, device: torch.device) -> float:
-    found = [model(info.normalise(batch.to(device))).argmax(1).cpu() for batch in images.split(BATCH)]
+    found = [model(info.normalize(batch.to(device))).argmax(1).cpu() for batch in images.split(BATCH)]
     return float((torch.cat(found) == labels).double().mean())
 
 

@@ -53,7 +53,7 @@ def page(results: Results, tables: dict[str, Table], figures: dict[str, Figure],
     config = results.plan.config
     lead = pick(*(name for name in LEAD if name in figures))
     return Page(
-        title=f"Smoothing and sharpening Transformers on {config.data}",
+        title=f"Smoothing and sharpening Transformers on {config.data.name}",
         summary=_lead(results),
         key_figures=_key_figures(results),
         sections=[
@@ -116,12 +116,12 @@ def _dominance_words(results: Results) -> str:
 
 
 def _less_data_words(results: Results) -> list[str]:
-    epochs = {f"{100 * run.config.fraction:g} %": run.config.epochs for run in results.plan.runs_of("regimes")}
+    epochs = {f"{100 * run.fraction:g} %": run.epochs for run in results.plan.runs_of("regimes")}
     return [
         "Parts of the training images, the same of every class, nested; the test images are the same. Epochs: "
         + ", ".join(f"{count} with {share}" for share, count in epochs.items())
         + ". Accuracies on other data cannot be compared with the paper's; the order of the models can.",
-        *([CONFOUNDED] if results.plan.config.eigenvalue_size else []),
+        *([CONFOUNDED] if results.plan.config.model.init_eigenvalue else []),
         *(
             ranking(
                 f"With {100 * fraction:g} % of the data",
@@ -158,7 +158,7 @@ def _method(results: Results, where: str) -> list[str]:
         f"{plan.images} test images.",
         f"The configuration of the free model on all data: {config.as_text().replace(chr(10), '; ')}.",
         "ViT⁺ has H = VΛVᵀ with λ = ψ², ViT⁻ with λ = −1/(1 + ψ²), which stays in [−1, 0); both keep V orthonormal, "
-        f"and |λ| starts around {config.eigenvalue_size or 'that of a plain ViT'}. "
+        f"and |λ| starts around {config.model.init_eigenvalue or 'that of a plain ViT'}. "
         "Differences from the paper: data, size of the model, recipe, corruptions, and how cases are counted.",
         *(["This was a quick study: too little training for its accuracies to mean anything."] if plan.quick else []),
     ]

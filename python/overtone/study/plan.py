@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from overtone.models import METHODS
-from overtone.training import ConfigError, TrainConfig, resolved
+from overtone.training import ConfigError, TrainConfig
 
 # As the papers write them: + has positive eigenvalues and smooths, − has negative ones and sharpens.
 REGIMES = {"free": "ViT", "smooth": "ViT⁺", "sharpen": "ViT⁻"}
@@ -23,16 +23,20 @@ DEPTHS = (6, 12, 24)
 TAUS = (0.1, 0.5, 1.0)
 
 # Per data set: what differs from TrainConfig's defaults. Chosen on a validation split of the training images
-# (evaluate_on="validation"), by the runs that docs/guides/study.md lists; no test image was looked at.
+# (overtone train --evaluate-on validation); no test image was looked at.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
-        "dim": 48, "heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3, "warmup": 1.0,
-        "position_std": 0.3, "eigenvalue_size": 0.4, "shift": 0,
+        "dim": 48, "num_heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3,
+        "warmup_epochs": 1.0, "pos_embed_std": 0.3, "init_eigenvalue": 0.4, "shift": 0,
     },
-    "cifar10": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
-    "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup": 5.0},
+    "cifar10": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
+    "cifar100": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
 }  # fmt: skip
-QUICK = {"dim": 32, "heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "warmup": 0.5}
+# What the comparison of depths has instead, chosen there at 24 layers for all of its variants together.
+DEPTH_RECIPES: dict[str, dict[str, Any]] = {"digits": {"learning_rate": 1e-3}}
+# The factor by which the deepest models' learning rate is raised, to see what else would train.
+FASTER = 2
+QUICK = {"dim": 32, "num_heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "warmup_epochs": 0.5}
 
 # β of mimetic initialization: the usual one, and the size at which the spectra of the digits' recipe start.
 MIMETIC = (0.05, 0.4)
@@ -49,19 +53,32 @@ class Run(NamedTuple):
     @property
     def folder_name(self) -> str:
         """Says what it is, and ends with a hash of everything that decides the result: another plan, another folder."""
-        config = self.config
-        words = "mixed" if "," in config.regime else config.regime
-        share = f"{100 * config.fraction:g}"
-        return f"{words}-{config.depth}-layers-{share}-seed{self.seed}-{config.digest()[:8]}"
+        regime = self.config.model.regime
+        words = regime if isinstance(regime, str) else "mixed"
+        share = f"{100 * self.fraction:g}"
+        return f"{words}-{self.depth}-layers-{share}-seed{self.seed}-{self.config.digest()[:8]}"
+
+    @property
+    def depth(self) -> int:
+        return self.config.model.depth
+
+    @property
+    def epochs(self) -> int:
+        return self.config.optim.epochs
+
+    @property
+    def fraction(self) -> float:
+        """Of the training images."""
+        return self.config.data.train_fraction
 
     @property
     def work(self) -> float:
         """What it costs, in layers times epochs of all images."""
-        return self.config.depth * self.config.epochs * self.config.fraction
+        return self.depth * self.epochs * self.fraction
 
     def __str__(self) -> str:
-        share = "" if self.config.fraction == 1 else f", {100 * self.config.fraction:g} % of the data"
-        return f"{self.variant}, {self.config.depth} layers{share}, seed {self.seed}"
+        share = "" if self.fraction == 1 else f", {100 * self.fraction:g} % of the data"
+        return f"{self.variant}, {self.depth} layers{share}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,7 @@ class Plan:
                 if value not in known:
                     raise ConfigError(f"{name}: got {value!r}, wanted some of {', '.join(known)}")
         recipe = RECIPES[data] | (QUICK if quick else {}) | ({} if epochs is None else {"epochs": epochs})
-        config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)  # type: ignore[arg-type]
+        config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)
         seeds = (1 if quick else 3) if seeds is None else seeds
         depths = ((4, 8) if quick else DEPTHS) if depths is None else depths
         if seeds < 1:
@@ -117,7 +134,7 @@ class Plan:
         if not depths or min(depths) < 1:
             raise ConfigError(f"depths: got {', '.join(map(str, depths))}, wanted numbers of at least 1")
         return cls(
-            resolved(config), seeds, 8 if quick else 32, quick, ("regimes", *dict.fromkeys(parts)),
+            config, seeds, 8 if quick else 32, quick, ("regimes", *dict.fromkeys(parts)),
             tuple(sorted(set(depths))), methods,
         )  # fmt: skip
 
@@ -136,9 +153,9 @@ class Plan:
     def _regimes(self) -> list[tuple[str, TrainConfig]]:
         return [
             (REGIMES[regime], self.regime_config(regime).replace(
-                fraction=fraction,
+                train_fraction=fraction,
                 # With a tenth of the data as many epochs would be too few steps to learn anything.
-                epochs=round(self.config.epochs / math.sqrt(fraction)),
+                epochs=round(self.config.optim.epochs / math.sqrt(fraction)),
             ))
             for fraction in FRACTIONS
             for regime in REGIMES
@@ -150,13 +167,16 @@ class Plan:
         return self.config.replace(regime=regime, bounded="sharpen" in regime)
 
     def _depth(self) -> list[tuple[str, TrainConfig]]:
-        """Post-norm, post-norm with de-escalation, pre-norm."""
-        post = self.config.replace(norm="post")
-        variants = {"post-norm": post} | {
-            f"post-norm, τ = {tau:g}": post.replace(method="de_escalation", strength=tau) for tau in TAUS
-        }
-        variants["pre-norm"] = self.config
-        return [(name, config.replace(depth=depth)) for depth in self.depths for name, config in variants.items()]
+        """Post-norm, de-escalated post-norm, pre-norm; other strengths and learning rates for the deepest only."""
+        pre = self.config.replace(**DEPTH_RECIPES.get(self.config.data.name, {}))
+        post = pre.replace(norm="post")
+        strengths = {f"post-norm, τ = {tau:g}": post.replace(method="de_escalation", strength=tau) for tau in TAUS}
+        main = {"post-norm": post, "post-norm, τ = 1": strengths["post-norm, τ = 1"], "pre-norm": pre}
+        rate = FASTER * pre.optim.learning_rate
+        faster = {f"{name}, {FASTER} × rate": config.replace(learning_rate=rate) for name, config in main.items()}
+        found = [(name, config.replace(depth=depth)) for depth in self.depths for name, config in main.items()]
+        others = {name: config for name, config in strengths.items() if name not in main} | faster
+        return found + [(name, config.replace(depth=self.depths[-1])) for name, config in others.items()]
 
     def _kinds(self) -> list[tuple[str, TrainConfig]]:
         """V Λ V⁻¹ beside V Λ Vᵀ, and layers of different regimes."""
@@ -164,7 +184,7 @@ class Plan:
         for regime, label in list(REGIMES.items())[1:]:
             config = self.regime_config(regime)
             found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]
-        half, rest = self.config.depth // 2, self.config.depth - self.config.depth // 2
+        half, rest = self.config.model.depth // 2, self.config.model.depth - self.config.model.depth // 2
         for label, first, second in (("−, then free", "sharpen", "free"), ("free, then −", "free", "sharpen")):
             config = self.regime_config(",".join([first] * half + [second] * rest))
             found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]

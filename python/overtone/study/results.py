@@ -41,11 +41,11 @@ class Results:
 
     def select(self, part: str, variant: str, *, depth: int | None = None, fraction: float = 1.0) -> list[Measures]:
         """The runs of a variant, one per seed, in the order of seeds; depth: default, the plan's."""
-        depth = self.plan.config.depth if depth is None else depth
+        depth = self.plan.config.model.depth if depth is None else depth
         found = {
             run.seed: measures
             for run, measures in self.runs.items()
-            if (run.part, run.variant, run.config.depth, run.config.fraction) == (part, variant, depth, fraction)
+            if (run.part, run.variant, run.depth, run.fraction) == (part, variant, depth, fraction)
         }
         return [found[seed] for seed in sorted(found)]
 

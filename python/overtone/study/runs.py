@@ -182,4 +182,4 @@ def _done(run: Run, folder: Path) -> float:
             epochs = sum(1 for _ in csv.reader(file)) - 1
     except OSError:
         return 0.0
-    return run.work * epochs / run.config.epochs
+    return run.work * epochs / run.epochs

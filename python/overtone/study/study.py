@@ -57,7 +57,7 @@ def study(plan: Plan, folder: str | Path, *, jobs: int | None = None, progress: 
     load_data(plan.config)  # missing or damaged data is told before anything is trained
     runs = run_all(plan.runs(), folder / "runs", images=plan.images, jobs=jobs, progress=progress)
     _say("random models: ViT-B/16, token similarity, LayerNorm's sign", progress)
-    results = Results(plan, runs, untrained(plan.quick))
+    results = Results(plan, runs, untrained(plan.quick, seeds=plan.seeds))
     _say("tables and figures", progress)
     return StudyResult(_write(results, folder, where), results, results.claims())
 

@@ -81,7 +81,7 @@ def dominance_table(results: Results) -> Table:
         for state, word in (("init", "at first"), ("trained", "trained")):
             shares = [results.share(regime, state, *v) for v in (("perron",), ("other",), UNDECIDED)]
             paper = _paper_share(regime) if state == "trained" else [NONE, NONE]
-            rows.append([f"{label}, {word}", results.plan.config.data, *shares, *paper])
+            rows.append([f"{label}, {word}", results.plan.config.data.name, *shares, *paper])
     for model in ("ViT-B/16, ImageNet", "DeiT-B/16, ImageNet"):
         rows.append([model, "not here: needs a download", NONE, NONE, NONE, *_paper_share(model)])
     note = "The paper's ViT, ViT⁺ and ViT⁻ are ViT-Ti on CIFAR-100. " + _spread_note(results)
@@ -112,7 +112,7 @@ def _beside_paper(
 ) -> Table:
     rows: list[list[Cell]] = []
     for regime, label in REGIMES.items():
-        rows.append([label, results.plan.config.data, *ours[regime].values()])
+        rows.append([label, results.plan.config.data.name, *ours[regime].values()])
     for regime, label in REGIMES.items():
         rows.append([label, "paper, CIFAR-100", *(f"{paper[regime][key]:.2f}" for key in ours[regime])])
     return Table(caption, ["model", "data", *columns], rows, _spread_note(results))
@@ -134,7 +134,7 @@ def kinds_table(results: Results) -> Table:
 def runs_table(results: Results) -> Table:
     columns = ["comparison", "model", "layers", "% of data", "seed", "epochs", "accuracy %", "seconds"]
     rows: list[list[Cell]] = [
-        [run.part, run.variant, run.config.depth, 100 * run.config.fraction, run.seed, run.config.epochs,
+        [run.part, run.variant, run.depth, 100 * run.fraction, run.seed, run.epochs,
          100 * measures["accuracy"], measures["seconds"]]
         for run, measures in results.runs.items()
     ]  # fmt: skip

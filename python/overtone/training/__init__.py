@@ -9,7 +9,7 @@
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
 
-from overtone.training.config import TrainConfig
+from overtone.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from overtone.training.data import Data, DataInfo, load_data, resolved
 from overtone.training.errors import (
     CheckpointError,

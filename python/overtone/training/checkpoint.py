@@ -11,18 +11,24 @@ import ctypes
 import fcntl
 import hashlib
 import json
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
-from overtone._files import replace_atomically
+from overtone._files import replace_atomically, write_safetensors
 from overtone.training.errors import CheckpointError, one_line, reason
-from overtone.training.optim import WeightAverage
+from overtone.training.optim import EMA
 
 CHECKPOINT = "checkpoint.safetensors"  # what a run needs to go on
 WEIGHTS = "model.safetensors"  # what a trained model needs
@@ -39,15 +45,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    from safetensors.torch import save_file  # here, as below: reading a configuration needs no extra package
-
     text = json.dumps(state)
     with _replacing(path) as draft:
-        draft.unlink(missing_ok=True)
-        draft.touch()
-        mode = stat.S_IMODE(draft.stat().st_mode)  # by the umask; safetensors would keep the file from other users
-        save_file(tensors, draft, {STATE: text, STATE_DIGEST: _digest(text), DIGEST: _digest(text, tensors)})
-        draft.chmod(mode)
+        write_safetensors(draft, tensors, {STATE: text, STATE_DIGEST: _digest(text), DIGEST: _digest(text, tensors)})
 
 
 def _digest(text: str, tensors: dict[str, Tensor] | None = None) -> str:
@@ -63,7 +63,7 @@ def _digest(text: str, tensors: dict[str, Tensor] | None = None) -> str:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A draft to write to, which takes the file's place once all of it is on the disk."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError  # here, as below: reading a configuration needs no extra package
 
     try:
         with replace_atomically(path) as draft:
@@ -97,7 +97,7 @@ def read_run(path: Path) -> dict[str, Any]:
     state = read_state(path)
     for name, kind in {"step": int, "seconds": float, "config": dict, "history": list}.items():
         if not isinstance(state.get(name), kind):
-            raise CheckpointError(f"{path}: damaged: its state has no {name}; remove it, and the run starts anew")
+            raise CheckpointError(f"{path} is damaged (its state has no {name}); delete it to start over")
     with _opened(path) as file:
         digest = file.metadata().get(DIGEST)
     return state | {"sha256": digest or _digest(json.dumps(state), read_tensors(path))}
@@ -138,7 +138,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # a damaged header may break any assumption of what reads it
-        raise CheckpointError(f"{path}: damaged: {one_line(error)}; remove it, and the run starts anew") from None
+        raise CheckpointError(f"{path} is damaged ({one_line(error)}); delete it to start over") from None
 
 
 @contextlib.contextmanager
@@ -159,71 +159,56 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def collected(model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None) -> dict[str, Tensor]:
-    """Every tensor of a run's state."""
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer.{name}.{key}"] = value
-    if average is not None:
-        tensors |= {f"average.{name}": value for name, value in average.values.items()}
-    return tensors
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def weights(model: nn.Module, average: WeightAverage | None) -> dict[str, Tensor]:
-    """The weights to use: the averaged ones if there are any."""
-    return model.state_dict() | (average.values if average is not None else {})
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None) -> dict[str, Tensor]:
+    """Every tensor of a run's state, whole and on the CPU, for the main process; all must call it."""
+    weights, updates = cast(Any, get_state_dict(model, optimizer, options=FULL))
+    tensors = {f"model.{name}": value for name, value in weights.items()}
+    for name, entries in updates.get("state", {}).items():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in entries.items()}
+    if ema is not None:
+        tensors |= {f"average.{name}": value for name, value in final_weights(model, ema).items()}
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
-def gathered(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Each tensor whole and on the CPU, for the process that keeps them. All must call it: each may hold a part."""
-    result = {}
-    for name, value in tensors.items():
-        value = whole(value)
-        if keep:
-            result[name] = value.detach().cpu().contiguous()
-    return result
+def final_weights(model: nn.Module, ema: EMA | None) -> dict[str, Tensor]:
+    """The weights to use, the averaged ones if there are any: whole and on the CPU, for the main process."""
+    with contextlib.nullcontext() if ema is None else ema.swapped_in():
+        weights = cast(Any, get_model_state_dict(model, options=FULL))
+        # Swapping back would change what is not a copy.
+        return {name: value.contiguous() if ema is None else value.clone() for name, value in weights.items()}
 
 
-def whole(value: Tensor) -> Tensor:
-    """The tensor, also where FSDP2 has split it over processes."""
+def restore_state(
+    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA | None
+) -> None:
+    """The inverse of `state_tensors`, for any number of processes, each of which has all tensors."""
+    weights, updates = cast(Any, get_state_dict(model, optimizer))  # as they must be; nothing is gathered for that
+    updates["state"] = {
+        name: {key: fitting(tensors, f"optimizer.{name}.{key}", value) for key, value in entries.items()}
+        for name, entries in updates["state"].items()
+    }
+    whole = StateDictOptions(full_state_dict=True)
+    if ema is not None:
+        set_model_state_dict(
+            model, {name: fitting(tensors, f"average.{name}", value) for name, value in weights.items()}, options=whole
+        )
+        ema.reset()
+    found: Any = {name: fitting(tensors, f"model.{name}", value) for name, value in weights.items()}
+    set_state_dict(model, optimizer, model_state_dict=found, optim_state_dict=updates, options=whole)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The tensor, also where FSDP2 has sharded it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-@torch.no_grad()
-def restore(
-    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage | None
-) -> None:
-    """The inverse of `collected`, for any number of processes."""
-    for name, value in model.state_dict().items():
-        value.copy_(_like(value, fitting(tensors, f"model.{name}", value)))
-    for name, parameter in model.named_parameters():
-        prefix = f"optimizer.{name}."
-        if any(key.startswith(prefix) for key in tensors):
-            optimizer.state[parameter] = {
-                "step": fitting(tensors, f"{prefix}step", torch.zeros(())).to(parameter.device),
-                "exp_avg": _like(parameter, fitting(tensors, f"{prefix}exp_avg", parameter)),
-                "exp_avg_sq": _like(parameter, fitting(tensors, f"{prefix}exp_avg_sq", parameter)),
-            }
-    if average is not None:
-        for name, value in average.values.items():
-            value.copy_(_like(value, fitting(tensors, f"average.{name}", value)))
-
-
-def fitting(tensors: dict[str, Tensor], name: str, target: Tensor) -> Tensor:
+def fitting(tensors: dict[str, Tensor], name: str, target: Any) -> Tensor:
     """A saved tensor, of the shape it must have: copying would broadcast another one."""
     value = tensors.get(name)
     if value is None or value.shape != target.shape:
         found = "none" if value is None else f"one of shape {tuple(value.shape)}"
         raise CheckpointError(f"the checkpoint's tensor {name}: got {found}, wanted shape {tuple(target.shape)}")
     return value
-
-
-def _like(target: Tensor, value: Tensor) -> Tensor:
-    """On the target's device, and split over processes as the target is."""
-    value = value.to(target.device)
-    if not hasattr(target, "device_mesh"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, target.device_mesh, target.placements)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One typed configuration for everything a run depends on. Every field is a flag of `overtone train`."""
+"""Everything a run depends on: groups of settings, each of which is also a flag of `overtone train`."""
 
 from __future__ import annotations
 
@@ -10,142 +10,289 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from overtone._deprecated import deprecated, renamed_keywords
+from overtone.models import ViTConfig
 from overtone.training.errors import ConfigError, one_line, reason, shown
 
 DataName = Literal["digits", "cifar10", "cifar100", "folder"]
 
+# What a setting that is not given, or None, stands for: it depends on the data.
+DATA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"image_size": 8, "patch_size": 2, "shift": 1, "flip": False, "crop": 1.0},
+    "cifar10": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0},
+    "cifar100": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0},
+    "folder": {"image_size": 224, "patch_size": 16, "shift": 0, "flip": True, "crop": 0.35},
+}
+SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # dim, num_heads
 
-def _field(default: Any, group: str, help: str, *, least: float = -math.inf, below: float = math.inf, neutral=False):
-    """A field with what the command line says about it and what its values may be: least <= value < below.
+# The names of one release ago.
+RENAMED = {
+    "fraction": "train_fraction",
+    "workers": "num_workers",
+    "heads": "num_heads",
+    "position_std": "pos_embed_std",
+    "eigenvalue_size": "init_eigenvalue",
+    "recompute": "grad_checkpointing",
+    "accumulate": "grad_accumulation",
+    "final_learning_rate": "min_learning_rate",
+    "warmup": "warmup_epochs",
+    "clip": "clip_grad_norm",
+    "parallel": "strategy",
+}
 
-    neutral: a resumed run may change it, since the result does not depend on it (but for rounding).
+
+def _field(default: Any, help: str, *, ge: float = -math.inf, lt: float = math.inf, affects_result=True) -> Any:
+    """A field with what the command line says about it and what its values may be: ge <= value < lt.
+
+    affects_result: False where a resumed run may change it, since the result does not depend on it (but for rounding).
     """
-    metadata = {"group": group, "help": help, "least": least, "below": below, "neutral": neutral}
+    metadata = {"help": help, "ge": ge, "lt": lt, "affects_result": affects_result}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Everything that decides a run. None stands for the data's default; see `resolved`."""
+class _Group:
+    """A dataclass whose fields are checked by what they say about themselves."""
 
-    data: DataName = _field("digits", "data", "digits (scikit-learn's), cifar10, cifar100, or folder")
+    def __post_init__(self) -> None:
+        for setting in settings().values():
+            if setting.group is type(self):
+                setting.check(getattr(self, setting.field))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(_Group):
+    """What a run is trained and tested on. None stands for the data's own default."""
+
+    name: DataName = _field("digits", "digits (scikit-learn's), cifar10, cifar100, or folder")
     evaluate_on: Literal["test", "validation"] = _field(
-        "test", "data", "validation: 20% of every class of the training images take the test images' place, as is "
-        "right for choosing a recipe"
+        "test", "validation: 20% of every class of the training images take the test images' place, as is right for "
+        "choosing a recipe"
     )  # fmt: skip
-    data_dir: str | None = _field(
+    dir: str | None = _field(
         None,
-        "data",
         "cifar: folder with the official binary archive, or where it was unpacked; folder: train/ and val/ with one "
         "directory per class each, or the classes' directories themselves: then 20% of every class (at least one "
         "image) are test images, the same ones for every --seed",
-        neutral=True,
+        affects_result=False,
     )
-    fraction: float = _field(1.0, "data", "share of the training images to use, the same of every class", least=0.0)
-    image_size: int | None = _field(None, "data", "pixels of a side; only folder can choose (224)", least=1)
-    workers: int = _field(2, "data", "threads that decode images of a folder", least=1, neutral=True)
-
-    shift: int | None = _field(None, "augmentation", "shift by up to so many pixels (digits 1, cifar 4)", least=0)
-    flip: bool | None = _field(None, "augmentation", "mirror every other image (all but digits)")
+    train_fraction: float = _field(1.0, "share of the training data to use, the same of every class", ge=0.0)
+    image_size: int | None = _field(None, "pixels per side; only folder can choose (224)", ge=1)
+    num_workers: int = _field(2, "threads that decode images of a folder", ge=1, affects_result=False)
+    shift: int | None = _field(None, "shift by up to so many pixels (digits 1, cifar 4)", ge=0)
+    flip: bool | None = _field(None, "mirror every other image (all but digits)")
     crop: float | None = _field(
-        None, "augmentation", "least share of the area that a crop keeps; 1: no crop (folder 0.35, else 1)", least=0.0
+        None, "smallest share of the area that a crop keeps; 1: no crop (folder 0.35, else 1)", ge=0.0
     )
-
-    size: Literal["tiny", "small", "base"] = _field("tiny", "model", "ViT-Ti, ViT-S or ViT-B")
-    dim: int | None = _field(None, "model", "channels, instead of the size's", least=1)
-    heads: int | None = _field(None, "model", "heads, with --dim (one per 64 channels)", least=1)
-    depth: int = _field(12, "model", "layers", least=1)
-    patch_size: int | None = _field(None, "model", "pixels of a patch's side (digits 2, cifar 4, folder 16)", least=1)
-    regime: str = _field("free", "model", "free, sharpen or smooth; or one per layer, separated by commas")
-    kind: Literal["symmetric", "general"] = _field("symmetric", "model", "of the spectra: V Λ Vᵀ or V Λ V⁻¹")
-    bounded: bool = _field(False, "model", "keep the eigenvalues in [-1, 0) or (0, 1]")
-    norm: Literal["pre", "post"] = _field("pre", "model", "LayerNorm before or after attention and MLP")
-    norm_sign: Literal[-1, 1] | None = _field(None, "model", "fixes the sign of the LayerNorm weights")
-    pool: Literal["token", "mean"] = _field("token", "model", "class token, or the mean of the tokens")
-    method: str = _field("plain", "model", "plain, or de_escalation, feat_scale, contranorm, attn_scale, …")
-    strength: float | None = _field(None, "model", "of a method that has one")
-    filter_place: Literal["block", "residual", "attention"] = _field(
-        "block", "model", "where de_escalation, feat_scale and contranorm stand: on a block's result, on the stream "
-        "after attention's residual, or on attention's output"
-    )  # fmt: skip
-    mimetic_init: float | None = _field(
-        None, "model", "β: ordinary weights start at W_V W_proj = −βI + noise", least=0.0
-    )
-    condition_limit: float | None = _field(20.0, "model", "of V in V Λ V⁻¹; more than 1", least=1.001)
-    position_std: float = _field(0.02, "model", "of the position embeddings at first; more for small data", least=1e-6)
-    eigenvalue_size: float | None = _field(
-        None, "model", "|λ| of spectra at first (default: that of a plain ViT's weights)", least=1e-3
-    )
-    drop_path: float = _field(0.0, "model", "stochastic depth: the rate of the last layer", least=0.0, below=1.0)
-
-    epochs: int = _field(30, "recipe", "passes over the training images", least=1)
-    batch_size: int = _field(64, "recipe", "images of a step, over all processes", least=1)
-    accumulate: int = _field(1, "recipe", "parts that a step's images are computed in", least=1, neutral=True)
-    learning_rate: float = _field(1e-3, "recipe", "after the warm-up", least=0.0)
-    final_learning_rate: float = _field(1e-5, "recipe", "at the end of the cosine", least=0.0)
-    warmup: float = _field(3.0, "recipe", "epochs in which the learning rate grows from zero", least=0.0)
-    weight_decay: float = _field(0.05, "recipe", "AdamW's, on matrices only", least=0.0)
-    beta1: float = _field(0.9, "recipe", "AdamW's", least=0.0, below=1.0)
-    beta2: float = _field(0.999, "recipe", "AdamW's", least=0.0, below=1.0)
-    label_smoothing: float = _field(0.1, "recipe", "probability spread over the other classes", least=0.0, below=1.0)
-    clip: float = _field(1.0, "recipe", "largest norm of the gradient; 0: not clipped", least=0.0)
-    ema: float = _field(0.0, "recipe", "decay of the weights' moving average, which is then tested and saved; 0: none",
-                        least=0.0, below=1.0)  # fmt: skip
-    precision: Literal["float32", "bfloat16", "float64"] = _field(
-        "float32", "recipe", "bfloat16: autocast, after a trial in a process of its own"
-    )
-    recompute: bool = _field(False, "recipe", "activation checkpointing: less memory, more time", neutral=True)
-
-    seed: int = _field(0, "run", "of weights, order and augmentation", least=0)
-    device: Literal["auto", "cpu", "cuda"] = _field("auto", "run", "auto: a GPU if there is one", neutral=True)
-    compile: bool = _field(
-        False, "run", "compile the model with torch.compile; a resumed run is the same bit for bit if this is the same",
-        neutral=True,
-    )  # fmt: skip
-    parallel: Literal["ddp", "fsdp"] = _field("ddp", "run", "what several processes (torchrun) use", neutral=True)
-    checkpoint_steps: int = _field(0, "run", "also write a checkpoint every so many steps", least=0, neutral=True)
-    timeout: float = _field(
-        600.0, "run", "seconds after which a process that hangs ends the run", least=1, neutral=True
-    )
-    tensorboard: bool = _field(True, "run", "also write TensorBoard's event files, if it is installed", neutral=True)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction: got {self.fraction}, wanted more than 0 and at most 1")
+        super().__post_init__()
+        if not 0 < self.train_fraction <= 1:
+            raise ConfigError(f"train_fraction: got {self.train_fraction}, wanted more than 0 and at most 1")
         if self.crop is not None and not 0 < self.crop <= 1:
             raise ConfigError(f"crop: got {self.crop}, wanted more than 0 and at most 1")
-        if self.heads is not None and self.dim is None:
-            raise ConfigError("heads: can only be given together with dim")
 
-    @property
-    def regimes(self) -> str | list[str]:
-        """As the models take it: one word, or one per layer."""
-        words = [word.strip() for word in self.regime.split(",")]
-        return words[0] if len(words) == 1 else words
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(_Group):
+    """How the weights are updated: AdamW, a warm-up and a cosine."""
+
+    epochs: int = _field(30, "passes over the training data", ge=1)
+    batch_size: int = _field(64, "samples per step, over all processes", ge=1)
+    grad_accumulation: int = _field(1, "parts that a step's batch is computed in", ge=1, affects_result=False)
+    learning_rate: float = _field(1e-3, "after the warm-up", ge=0.0)
+    min_learning_rate: float = _field(1e-5, "at the end of the cosine", ge=0.0)
+    warmup_epochs: float = _field(3.0, "epochs in which the learning rate grows from zero", ge=0.0)
+    weight_decay: float = _field(0.05, "AdamW's, on matrices only", ge=0.0)
+    beta1: float = _field(0.9, "AdamW's", ge=0.0, lt=1.0)
+    beta2: float = _field(0.999, "AdamW's", ge=0.0, lt=1.0)
+    label_smoothing: float = _field(0.1, "probability spread over the other classes", ge=0.0, lt=1.0)
+    clip_grad_norm: float = _field(1.0, "largest norm of the gradient; 0: not clipped", ge=0.0)
+    ema: float = _field(
+        0.0, "decay of the weights' moving average, which is then tested and saved; 0: none", ge=0.0, lt=1.0
+    )
+    precision: Literal["float32", "bfloat16", "float64"] = _field(
+        "float32", "bfloat16: autocast, after a trial in a process of its own"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Group):
+    """How and where a run runs."""
+
+    seed: int = _field(0, "of weights, order and augmentation", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = _field("auto", "auto: a GPU if there is one", affects_result=False)
+    compile: bool = _field(
+        False, "compile the model with torch.compile; a resumed run is the same bit for bit if this is the same",
+        affects_result=False,
+    )  # fmt: skip
+    strategy: Literal["ddp", "fsdp"] = _field("ddp", "of several processes (torchrun)", affects_result=False)
+    checkpoint_steps: int = _field(0, "also write a checkpoint every so many steps", ge=0, affects_result=False)
+    timeout: float = _field(600.0, "seconds after which a process that hangs ends the run", ge=1, affects_result=False)
+    tensorboard: bool = _field(True, "also write TensorBoard's event files, if it is installed", affects_result=False)
+
+
+# What the command line says about a model's fields; those that follow from the data are none.
+_MODEL_HELP = {
+    "dim": "channels, instead of the size's",
+    "num_heads": "attention heads (the size's; with --dim one per 64 channels)",
+    "depth": "layers",
+    "mlp_ratio": "hidden channels of the MLP per channel",
+    "qkv_bias": "queries, keys and values have biases",
+    "patch_size": "pixels per side of a patch (digits 2, cifar 4, folder 16)",
+    "regime": "free, sharpen or smooth; or one per layer, separated by commas",
+    "kind": "of the spectra: symmetric (V Λ Vᵀ) or general (V Λ V⁻¹)",
+    "bounded": "keep the eigenvalues in [-1, 0) or (0, 1]",
+    "init_eigenvalue": "|λ| of spectra at initialization (default: that of a plain ViT's weights)",
+    "norm": "pre or post: LayerNorm before or after attention and MLP",
+    "norm_sign": "1 or -1 fixes the sign of the LayerNorm weights",
+    "pool": "token or mean: class token, or the mean of the tokens",
+    "method": "plain, or de_escalation, feat_scale, contranorm, attn_scale, …",
+    "strength": "of a method that has one",
+    "filter_place": "where de_escalation, feat_scale and contranorm stand: block (on a block's result), "
+    "residual (on the stream after attention's residual) or attention (on attention's output)",
+    "mimetic_init": "β: ordinary weights start at W_V W_proj = −βI + noise",
+    "condition_limit": "of V in V Λ V⁻¹; more than 1",
+    "pos_embed_std": "of the position embeddings at initialization; more for small data",
+    "drop_path": "stochastic depth: the rate of the last layer",
+    "grad_checkpointing": "recompute blocks in backward: less memory, more time",
+}
+GROUPS: dict[str, type] = {"data": DataConfig, "model": ViTConfig, "optim": OptimConfig, "run": RunConfig}
+
+
+class Setting(NamedTuple):
+    """One field of a group, under the name that keywords, flags and errors have for it."""
+
+    name: str
+    group: type
+    field: str
+    kinds: tuple[Any, ...]  # its type, or the words it is one of
+    is_optional: bool
+    default: Any
+    help: str
+    ge: float = -math.inf
+    lt: float = math.inf
+    affects_result: bool = True
+
+    def check(self, value: Any) -> None:
+        """Raise a ConfigError unless this is a value of the setting."""
+        if value is None and self.is_optional:
+            return
+        if not isinstance(self.kinds[0], type):
+            if not isinstance(value, (int, str)) or value not in self.kinds:
+                raise ConfigError(f"{self.name}: got {shown(value)}, wanted one of {', '.join(map(str, self.kinds))}")
+            return
+        (kind,) = self.kinds
+        allowed = (int, float) if kind is float else kind
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"{self.name}: got {shown(value)}, wanted {kind.__name__}")
+        if kind in (int, float) and (not math.isfinite(value) or not self.ge <= value < self.lt):
+            limits = f"at least {self.ge:g}" + (f" and below {self.lt:g}" if self.lt < math.inf else "")
+            wanted = f"a number of {limits}" if self.ge > -math.inf else "a finite number"
+            raise ConfigError(f"{self.name}: got {shown(value)}, wanted {wanted}")
+
+
+def flag(name: str) -> str:
+    """A setting on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def renamed_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, with those whose flag had another name one release ago under their new one."""
+    names = {flag(name): name for name in (*settings(), "size")}
+    renames = {flag(old): flag(new) for old, new in RENAMED.items()}
+    flags = renamed_keywords("overtone train", {flag(name): value for name, value in given.items()}, renames)
+    return {names[word]: value for word, value in flags.items()}
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """Every setting of every group, by name."""
+    found = {}
+    for group in GROUPS.values():
+        hints = typing.get_type_hints(group)
+        for field in dataclasses.fields(group):
+            if group is ViTConfig and field.name not in _MODEL_HELP:
+                continue  # the data decides it
+            kinds, is_optional = _kinds(str if field.name == "regime" else hints[field.name])
+            metadata = dict(field.metadata)
+            if group is ViTConfig:
+                metadata = {"help": _MODEL_HELP[field.name], "affects_result": field.name != "grad_checkpointing"}
+            name = {"name": "data", "dir": "data_dir"}.get(field.name, field.name)
+            found[name] = Setting(name, group, field.name, kinds, is_optional, field.default, **metadata)
+    return found
+
+
+def _kinds(hint: Any) -> tuple[tuple[Any, ...], bool]:
+    """A field's type, or the words it is one of, and whether it may be None."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if is_union else (hint,)
+    (kind,) = (part for part in parts if part is not types.NoneType)
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else (kind,), types.NoneType in parts
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class TrainConfig:
+    """Everything that decides a run.
+
+    Args:
+        data: a DataConfig, or its name.
+        model: a ViTConfig. What follows from the data (image_size, in_channels, num_classes) is set when it is built.
+        optim: an OptimConfig.
+        run: a RunConfig.
+        **fields: single settings, named as the flags of `overtone train`: `TrainConfig(data="digits", depth=4,
+            epochs=20)`. They count before those of the groups. `size` stands for dim and num_heads of ViT-Ti, ViT-S
+            and ViT-B ("tiny", "small", "base").
+    """
+
+    data: DataConfig
+    model: ViTConfig
+    optim: OptimConfig
+    run: RunConfig
+
+    def __init__(
+        self,
+        data: DataConfig | str = "digits",
+        model: ViTConfig | None = None,
+        optim: OptimConfig | None = None,
+        run: RunConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        values: dict[str, Any] = {}
+        for group in (data, model, optim, run):
+            values |= _settings_of(group) if isinstance(group, tuple(GROUPS.values())) else {}
+        values |= {} if isinstance(data, DataConfig) else {"data": data}
+        values |= _known(renamed_keywords("TrainConfig", fields, RENAMED))
+        for name, value in _with_defaults(values).items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """The fields of one release ago, when there were no groups."""
+        setting = settings().get(RENAMED.get(name, name))
+        if setting is None:
+            raise AttributeError(f"TrainConfig has no attribute {name!r}")
+        group = next(word for word, kind in GROUPS.items() if kind is setting.group)
+        deprecated(f"TrainConfig.{name} is deprecated, use TrainConfig.{group}.{setting.field}")
+        return getattr(getattr(self, group), setting.field)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], source: str = "configuration") -> TrainConfig:
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                raise ConfigError(f"{source}: no field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    def from_dict(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
+        """What `to_dict` made, or settings without their groups; names of one release ago are accepted."""
         try:
-            return cls(**values)
+            return cls(**_flat(values))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
-    def from_saved(cls, values: dict[str, Any], source: str) -> TrainConfig:
+    def from_saved(cls, values: Mapping[str, Any], source: str) -> TrainConfig:
         """The configuration in a checkpoint or model. Runs from before condition_limit existed had none."""
-        has_no_limit = values.get("kind") == "general" and "condition_limit" not in values
-        return cls.from_dict(values | {"condition_limit": None} if has_no_limit else values, source)
+        flat = _flat(values)
+        has_no_limit = flat.get("kind") == "general" and "condition_limit" not in flat
+        return cls.from_dict(flat | ({"condition_limit": None} if has_no_limit else {}), source)
 
     @classmethod
     def from_json(cls, path: str | Path) -> TrainConfig:
@@ -159,62 +306,131 @@ class TrainConfig:
         return cls.from_dict(values, str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """By groups; without the fields of the model that follow from the data."""
+        return {
+            name: {s.field: getattr(getattr(self, name), s.field) for s in settings().values() if s.group is group}
+            for name, group in GROUPS.items()
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
-    def replace(self, **changes: Any) -> TrainConfig:
-        return dataclasses.replace(self, **changes)
+    def settings(self) -> dict[str, Any]:
+        """The value of every setting, by the names of the flags."""
+        return {name: value for group in GROUPS for name, value in _settings_of(getattr(self, group)).items()}
 
-    def differences(self, other: TrainConfig) -> list[str]:
-        """What makes the other run another one, as "field: ours, theirs"."""
-        ours, theirs = self._decisive(), other._decisive()
-        return [f"{name}: {value!r}, {theirs[name]!r}" for name, value in ours.items() if value != theirs[name]]
+    def replace(self, **fields: Any) -> TrainConfig:
+        """A copy with other values for these settings, or groups."""
+        fields = renamed_keywords("TrainConfig.replace", fields, RENAMED)
+        before = self.settings()
+        if fields.get("data", self.data.name) != self.data.name:  # what other data left open is open again
+            left_open = DATA_DEFAULTS[self.data.name].items()
+            before = {name: value for name, value in before.items() if (name, value) not in left_open}
+        if "size" in fields:
+            del before["dim"]
+        if "size" in fields or fields.get("dim", self.model.dim) != self.model.dim:
+            del before["num_heads"]
+        groups = {name: value for name, value in fields.items() if isinstance(value, tuple(GROUPS.values()))}
+        for group in groups.values():
+            before |= _settings_of(group)
+        return TrainConfig(**(before | {name: value for name, value in fields.items() if name not in groups}))
+
+    def differences(self, requested: Mapping[str, Any]) -> list[str]:
+        """The settings among those requested that make another run, as "setting: ours, theirs"."""
+        return [
+            f"{name}: {_words(value)!r}, {_words(requested[name])!r}"
+            for name, value in self.decisive().items()
+            if name in requested and _words(value) != _words(requested[name])
+        ]
 
     def digest(self) -> str:
         """Of everything that makes it another run."""
-        return hashlib.sha256(json.dumps(self._decisive()).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.decisive()).encode()).hexdigest()
 
-    def _decisive(self) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(self) if not field.metadata["neutral"]]
-        return {name: getattr(self, name) for name in names}
+    def decisive(self) -> dict[str, Any]:
+        """The settings that the result depends on."""
+        return {name: value for name, value in self.settings().items() if settings()[name].affects_result}
 
     def as_text(self) -> str:
         """One line per group."""
-        groups: dict[str, list[str]] = {}
-        for field in dataclasses.fields(self):
-            groups.setdefault(field.metadata["group"], []).append(f"{field.name}={getattr(self, field.name)}")
-        return "\n".join(f"{group}: {', '.join(values)}" for group, values in groups.items())
+        lines = []
+        for group in GROUPS:
+            values = _settings_of(getattr(self, group))
+            lines.append(f"{group}: " + ", ".join(f"{name}={_words(value)}" for name, value in values.items()))
+        return "\n".join(lines)
 
 
-@functools.cache
-def field_types() -> dict[str, tuple[tuple[Any, ...], bool]]:
-    """Of every field: its type, or the words it is one of, and whether it may be None."""
-    found = {}
-    for name, hint in typing.get_type_hints(TrainConfig).items():
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        parts = typing.get_args(hint) if is_union else (hint,)
-        (kind,) = (part for part in parts if part is not types.NoneType)
-        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else (kind,)
-        found[name] = choices, types.NoneType in parts
-    return found
+def _words(value: Any) -> Any:
+    return ",".join(value) if isinstance(value, tuple) else value
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
-    choices, optional = field_types()[field.name]
-    if value is None and optional:
-        return
-    if not isinstance(choices[0], type):
-        if not isinstance(value, (int, str)) or value not in choices:
-            raise ConfigError(f"{field.name}: got {shown(value)}, wanted one of {', '.join(map(str, choices))}")
-        return
-    (kind,) = choices
-    allowed = (int, float) if kind is float else kind
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{field.name}: got {shown(value)}, wanted {kind.__name__}")
-    if kind in (int, float):
-        least, below = field.metadata["least"], field.metadata["below"]
-        if not math.isfinite(value) or not least <= value < below:
-            limits = f"at least {least:g}" + (f" and below {below:g}" if below < math.inf else "")
-            raise ConfigError(f"{field.name}: got {shown(value)}, wanted a number of {limits}")
+def _settings_of(group: Any) -> dict[str, Any]:
+    return {s.name: getattr(group, s.field) for s in settings().values() if isinstance(group, s.group)}
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, from groups of them or not."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in GROUPS or not isinstance(value, dict):
+            flat[RENAMED.get(name, name)] = value
+            continue
+        names = {setting.field: setting.name for setting in settings().values() if setting.group is GROUPS[name]}
+        flat |= {names[field] if field in names else field: inner for field, inner in value.items()}
+    return flat
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    names = [*settings(), "size"]
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            raise ConfigError(f"no field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    return values
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """The groups, with the data's defaults for every setting that is None."""
+    settings()["data"].check(values["data"])
+    defaults = DATA_DEFAULTS[values["data"]]
+    values = {name: value for name, value in values.items() if value is not None or name not in ("dim", "num_heads")}
+    values |= {name: value for name, value in defaults.items() if values.get(name) is None}
+    for name, value in values.items():
+        if name not in ("regime", "size"):
+            settings()[name].check(value)
+    if values["data"] != "folder" and values["image_size"] != defaults["image_size"]:
+        got, wanted = values["image_size"], defaults["image_size"]
+        raise ConfigError(f"image_size: got {got}, wanted {wanted}: {values['data']} has no other")
+    given: dict[type, dict[str, Any]] = {group: {} for group in GROUPS.values()}
+    for setting in settings().values():
+        if setting.name in values:
+            given[setting.group][setting.field] = values[setting.name]
+    return {
+        "data": DataConfig(**given[DataConfig]),
+        "model": _model(given[ViTConfig], values.get("size", "tiny"), values["image_size"]),
+        "optim": OptimConfig(**given[OptimConfig]),
+        "run": RunConfig(**given[RunConfig]),
+    }
+
+
+def _model(given: dict[str, Any], size: Any, image_size: int) -> ViTConfig:
+    if not isinstance(size, str) or size not in SIZES:
+        raise ConfigError(f"size: got {shown(size)}, wanted one of {', '.join(SIZES)}")
+    given = given | ({"regime": _regimes(given["regime"])} if "regime" in given else {})
+    dim, num_heads = SIZES[size]
+    if "dim" in given:
+        num_heads = max(1, given["dim"] // 64)
+    try:
+        return ViTConfig(**({"dim": dim, "num_heads": num_heads, "image_size": image_size} | given))
+    except ValueError as error:
+        raise ConfigError(one_line(error).removeprefix("ViTConfig: ")) from None
+
+
+def _regimes(value: Any) -> str | tuple[str, ...]:
+    """One word, or one per layer, which the command line separates by commas."""
+    if isinstance(value, str):
+        words = tuple(word.strip() for word in value.split(","))
+        return words[0] if len(words) == 1 else words
+    if not isinstance(value, Sequence) or not all(isinstance(word, str) for word in value):
+        raise ConfigError(f"regime: got {shown(value)}, wanted a word, or one per layer")
+    return tuple(value)

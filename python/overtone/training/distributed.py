@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,31 +24,31 @@ T = TypeVar("T")
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "timed out", "timeout", "process group")
 
 
-class Processes:
+class Distributed:
     """What a process must know about the others. Use it as a context: inside, they are connected."""
 
     def __init__(self, config: TrainConfig) -> None:
         environment = os.environ
         self.connected = "RANK" in environment and "WORLD_SIZE" in environment
         self.rank = int(environment["RANK"]) if self.connected else 0
-        self.count = int(environment["WORLD_SIZE"]) if self.connected else 1
-        self.is_first = self.rank == 0
+        self.world_size = int(environment["WORLD_SIZE"]) if self.connected else 1
+        self.is_main = self.rank == 0
         self.config = config
         self.device = self._device(int(environment.get("LOCAL_RANK", 0)))
 
     def _device(self, local_rank: int) -> torch.device:
-        wanted = self.config.device
+        wanted = self.config.run.device
         if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device: cuda was asked for, but torch finds no GPU here; use auto or cpu")
         if wanted == "cpu" or not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", local_rank)
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Distributed:
         if self.connected:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            timeout = datetime.timedelta(seconds=self.config.timeout)
+            timeout = datetime.timedelta(seconds=self.config.run.timeout)
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
         return self
 
@@ -56,13 +56,13 @@ class Processes:
         if not self.connected:
             return
         if error is None:
-            leave_group()
+            destroy()
         elif isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS):
             # The group is left as it is: waiting for the others is what must not happen now.
             raise LostProcessError(
-                f"process {self.rank} of {self.count} lost the others: one failed, or hung for more than "
-                f"{self.config.timeout:g} s ({str(error).splitlines()[0]}); "
-                "the last checkpoint is whole: go on with --resume"
+                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: one failed or hung for more "
+                f"than {self.config.run.timeout:g} s ({str(error).splitlines()[0]}); "
+                "the last checkpoint is whole; continue with --resume"
             ) from error
 
     def agreed(self, find: Callable[[], T], brief: Callable[[T], str]) -> T:
@@ -78,7 +78,7 @@ class Processes:
         if not self.connected:
             return found  # type: ignore[return-value]
         words = str(failure) if failure is not None else brief(found)  # type: ignore[arg-type]
-        all_words: list[tuple[bool, str]] = [(False, "")] * self.count
+        all_words: list[tuple[bool, str]] = [(False, "")] * self.world_size
         dist.all_gather_object(all_words, (failure is not None, words))
         if failure is not None:
             raise failure
@@ -90,18 +90,18 @@ class Processes:
             raise CheckpointError(f"the ranks would not train the same run: {listed}; all need the same folders")
         return found  # type: ignore[return-value]
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """The model as this process trains it. `model` keeps its parameters' names, sharded in place by FSDP2."""
         if not self.connected:
             return model
-        if self.config.parallel == "ddp":
+        if self.config.run.strategy == "ddp":
             return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.count,))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         # NeuTRENO asks the first block for its values before the block runs: it must be whole as long as the model is.
-        first = 1 if self.config.method == "neutreno" else 0
+        first = 1 if self.config.model.method == "neutreno" else 0
         for block in list(model.blocks)[first:]:  # type: ignore[arg-type]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -117,14 +117,26 @@ class Processes:
 
     def sum(self, value: Tensor) -> Tensor:
         """Over the processes."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def min(self, value: Tensor) -> Tensor:
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if not self.connected:
             return value
         value = value.clone()
-        dist.all_reduce(value)
+        dist.all_reduce(value, operation)
         return value
 
+    def to_device(self, value: Tensor) -> Tensor:
+        """Copied while the device works on what it was given before."""
+        if self.device.type != "cuda":
+            return value.to(self.device)
+        return value.pin_memory().to(self.device, non_blocking=True)
 
-def leave_group() -> None:
+
+def destroy() -> None:
     """dist.destroy_process_group() after the last collective.
 
     gloo's threads free the last tensors they were given, for which they need Python's lock. A process that ends while

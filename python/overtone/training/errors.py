@@ -43,13 +43,13 @@ class LostProcessError(TrainingError):
     exit_status = 1
 
 
-LONGEST = 300  # characters of what another library says
+MAX_LENGTH = 300  # characters of what another library says
 
 
 def one_line(error: BaseException | str) -> str:
     """What an error says, without line breaks and of bounded length."""
     text = " ".join(str(error).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+    return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]} …"
 
 
 def shown(value: object) -> str:
@@ -93,4 +93,6 @@ def _out_of_memory(error: BaseException) -> str:
     place = f" in {frames[-1].name}: `{one_line(frames[-1].line or '')}`" if frames else ""
     found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     wanted = f" that wanted {found[1]}" if found else ""
-    return f"out of memory{place}{wanted}; a smaller batch_size, more accumulate, or recompute needs less"
+    return (
+        f"out of memory{place}{wanted}; a smaller batch_size, more grad_accumulation, or grad_checkpointing needs less"
+    )

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overtone._deprecated import accepts_renamed
 from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo
+from overtone.training.data.image_folder import image_files, read_image
 from overtone.training.errors import ConfigError, DataError, machine_errors
-from overtone.training.image_folder import image_files, read_image
 from overtone.training.model import load_config, load_info, load_model
 
 
@@ -26,15 +27,16 @@ class Prediction(NamedTuple):
     error: str | None = None
 
 
+@accepts_renamed("predict", workers="num_workers")
 def predict(
     run: str | Path,
     images: Iterable[str | Path],
     *,
     batch_size: int = 64,
     device: str = "cpu",
-    workers: int = 2,
+    num_workers: int = 2,
 ) -> Iterator[Prediction]:
-    """Classify images with the model of a run, as the run reads them: its size, colours and normalisation.
+    """Classify images with the model of a run, as the run reads them: its size, colors and normalization.
 
     Args:
         run: the run's folder, or its model.safetensors.
@@ -42,14 +44,14 @@ def predict(
             gives a prediction with an `error`, and the others follow.
         batch_size: images computed at once.
         device: where the model runs, such as "cuda".
-        workers: threads that decode images.
+        num_workers: threads that decode images.
     """
-    if batch_size < 1 or workers < 1:
-        raise ConfigError(f"predict: got batch_size={batch_size}, workers={workers}, wanted at least 1")
+    if batch_size < 1 or num_workers < 1:
+        raise ConfigError(f"predict: got batch_size={batch_size}, num_workers={num_workers}, wanted at least 1")
     with machine_errors():
         config, info, model = load_config(run), load_info(run), load_model(run).to(_device(device))
         found = list(_files(images))
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(num_workers) as pool:
         for start in range(0, len(found), batch_size):
             with machine_errors():
                 part = _classified(found[start : start + batch_size], model, config, info, pool)
@@ -64,8 +66,8 @@ def _classified(
     info: DataInfo,
     pool: ThreadPoolExecutor,
 ) -> list[Prediction]:
-    size, parameter = config.image_size, next(model.parameters())
-    assert size is not None  # where it was left open, the run has written what it took
+    size, parameter = config.data.image_size, next(model.parameters())
+    assert size is not None  # TrainConfig has set it
 
     def read(image: Path | Prediction) -> tuple[Path, Tensor] | Prediction:
         if isinstance(image, Prediction):
@@ -79,7 +81,7 @@ def _classified(
     readable = [content[1] for content in contents if not isinstance(content, Prediction)]
     if not readable:
         return [content for content in contents if isinstance(content, Prediction)]
-    inputs = info.normalise(torch.stack(readable).to(parameter.device), parameter.dtype)
+    inputs = info.normalize(torch.stack(readable).to(parameter.device), parameter.dtype)
     scores = iter(model(inputs).softmax(1).double().cpu())
     return [
         content if isinstance(content, Prediction) else _prediction(content[0], next(scores), info.classes)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from overtone.training.checkpoint import write_text
+from overtone.training.metrics import EpochMetrics
 
 BARS = "▁▂▃▄▅▆▇█"
 Row = dict[str, float]  # one epoch
@@ -23,16 +24,17 @@ def ratio_column(layer: int) -> str:
 
 def write_csv(path: Path, history: Sequence[Row]) -> None:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(history[0]), lineterminator="\n")
+    columns = dict.fromkeys(name for row in history for name in row)  # a resumed run's first rows may have fewer
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(history)
     write_text(path, text.getvalue())
 
 
-class EventFiles:
+class TensorBoardLogger:
     """TensorBoard's, where it is installed; says once when it is not."""
 
-    _said = False
+    _warned = False
 
     def __init__(self, folder: Path, wanted: bool, first_epoch: int) -> None:
         self._writer = None
@@ -41,9 +43,9 @@ class EventFiles:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            if not EventFiles._said:
+            if not TensorBoardLogger._warned:
                 warnings.warn("no TensorBoard event files: pip install 'overtone[tensorboard]'", stacklevel=2)
-            EventFiles._said = True
+            TensorBoardLogger._warned = True
             return
         # What a killed run wrote after its last checkpoint is hidden.
         self._writer = SummaryWriter(str(folder), purge_step=first_epoch + 1)
@@ -79,9 +81,12 @@ class Progress:
             dynamic_ncols=True,
         )
 
-    def show(self, step: int, loss: float, accuracy: float, images_per_second: float, ratios: Sequence[float]) -> None:
-        text = f"loss {loss:.3f}, accuracy {accuracy:.1%}, {images_per_second:.0f} images/s, HFC/LFC {profile(ratios)}"
-        self._bar.set_postfix_str(text, refresh=False)
+    def show(self, step: int, metrics: EpochMetrics | None, images_per_second: float) -> None:
+        """metrics: of the epoch so far; None leaves those that are shown."""
+        if metrics is not None:
+            means = f"loss {metrics.loss:.3f}, accuracy {metrics.accuracy:.1%}"
+            rate = f"{images_per_second:.0f} images/s"
+            self._bar.set_postfix_str(f"{means}, {rate}, HFC/LFC {profile(metrics.ratios)}", refresh=False)
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:

@@ -11,44 +11,18 @@ from torch import Tensor
 from overtone import models
 from overtone.training import checkpoint
 from overtone.training.config import TrainConfig
-from overtone.training.data import DataInfo, resolved
+from overtone.training.data import DataInfo
 from overtone.training.errors import CheckpointError, ConfigError, machine_errors, one_line
-
-SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # dim, num_heads
 
 
 def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer:
     """With the weights that the seed decides. torch's generator is left as it was."""
-    config = resolved(config)
-    options: dict[str, Any] = {
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "num_classes": len(info.classes),
-        "regime": config.regimes,
-        "depth": config.depth,
-        "kind": config.kind,
-        "bounded": config.bounded,
-        "norm": config.norm,
-        "norm_sign": config.norm_sign,
-        "pool": config.pool,
-        "method": config.method,
-        "strength": config.strength,
-        "filter_place": config.filter_place,
-        "mimetic_init": config.mimetic_init,
-        "condition_limit": config.condition_limit,
-        "drop_path": config.drop_path,
-        "grad_checkpointing": config.recompute,
-        "in_channels": info.channels,
-        "pos_embed_std": config.position_std,
-        "init_eigenvalue": config.eigenvalue_size,
-    }
-    dim, num_heads = SIZES[config.size]
-    if config.dim is not None:
-        dim, num_heads = config.dim, config.heads or max(1, config.dim // 64)
     with torch.random.fork_rng([]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         try:
-            return models.VisionTransformer(models.ViTConfig(dim=dim, num_heads=num_heads, **options))
+            return models.VisionTransformer(
+                config.model.replace(in_channels=info.channels, num_classes=len(info.classes))
+            )
         except ValueError as error:
             raise ConfigError(one_line(error)) from None
 
@@ -82,9 +56,9 @@ def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[s
     """Before a model is built, which a file that names another size could make too large for the machine."""
     head = tensors.get("head.weight", torch.empty(0, 0))
     sizes = {
-        "depth": (config.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
+        "depth": (config.model.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
         "classes": (len(info.classes), len(head)),
-        "dim": (config.dim or head.shape[-1], head.shape[-1]),
+        "dim": (config.model.dim, head.shape[-1]),
     }
     for name, (said, found) in sizes.items():
         if said != found:

@@ -9,21 +9,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from overtone.training.config import TrainConfig
+from overtone.training.config import OptimConfig, TrainConfig
 from overtone.training.errors import ConfigError
 
 
-def learning_rate(step: int, steps_per_epoch: int, config: TrainConfig) -> float:
+def learning_rate(step: int, steps_per_epoch: int, config: OptimConfig) -> float:
     """Of a step: from zero to the peak in the warm-up, then half a cosine down."""
-    warmup = config.warmup * steps_per_epoch
+    warmup = config.warmup_epochs * steps_per_epoch
     if step < warmup:
         return config.learning_rate * (step + 1) / math.ceil(warmup)
     rest = max(1, config.epochs * steps_per_epoch - 1 - warmup)
     share = (1 + math.cos(math.pi * min(1.0, (step - warmup) / rest))) / 2
-    return config.final_learning_rate + (config.learning_rate - config.final_learning_rate) * share
+    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * share
 
 
-def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     decayed = [value for name, value in model.named_parameters() if _decays(name, value)]
     others = [value for name, value in model.named_parameters() if not _decays(name, value)]
     groups = [
@@ -39,12 +39,16 @@ def _decays(name: str, value: Tensor) -> bool:
     return value.dim() >= 2 and not name.endswith(("pos_embed", "cls_token")) and ".spectrum." not in name
 
 
-class WeightAverage:
+class EMA:
     """The exponential moving average of a model's parameters."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.parameters = dict(model.named_parameters())
+        self.reset()
+
+    def reset(self) -> None:
+        """The average is the parameters as they are now."""
         self.values = {name: value.detach().clone() for name, value in self.parameters.items()}
 
     @torch.no_grad()
@@ -54,7 +58,7 @@ class WeightAverage:
         torch._foreach_lerp_(list(self.values.values()), list(self.parameters.values()), 1 - decay)
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The model has the averaged weights inside, and its own again, to the bit, afterwards."""
         own = {name: value.detach().clone() for name, value in self.parameters.items()}
         self._assign(self.values)
@@ -71,7 +75,7 @@ class WeightAverage:
 
 def check_precision(config: TrainConfig, device: torch.device) -> None:
     """bfloat16 is tried in a process of its own first: on some CPUs its matrix products would kill this one."""
-    if config.precision != "bfloat16":
+    if config.optim.precision != "bfloat16":
         return
     if device.type == "cpu":
         from overtone.hardware import bf16_matmul_works

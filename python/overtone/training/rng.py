@@ -20,7 +20,7 @@ def hashed(*keys: int | Tensor) -> Tensor:
     """A 64-bit number per combination of keys (ints, or int64 tensors that broadcast), by splitmix64's mixing."""
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
-        state = _mixed((state.to(key.device) if isinstance(key, Tensor) else state) ^ key)
+        state = _mixed(state ^ key)  # a number of the CPU goes with tensors of any device
     return state
 
 

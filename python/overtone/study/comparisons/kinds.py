@@ -28,7 +28,7 @@ def tables(results: Results) -> dict[str, Table]:
     first = results.variants("kinds")[0]
     base = statistics.median(m["step_seconds"] for m in results.select("kinds", first))
     rows = [_row(results, variant, base) for variant in results.variants("kinds")]
-    limit = results.plan.config.condition_limit
+    limit = results.plan.config.model.condition_limit
     note = (
         "n seeds; mean ± standard deviation; differences are paired by seed, with a 95 % interval. The condition "
         f"number is the largest of all layers, epochs and seeds; its limit is {limit:g}. Steps were timed while other "

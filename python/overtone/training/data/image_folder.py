@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from overtone.training.config import TrainConfig
-from overtone.training.data import SPLIT, Data, DataInfo, split
+from overtone.training.config import DataConfig
+from overtone.training.data.dataset import SPLIT, Data, DataInfo, split
+from overtone.training.data.identity import File
 from overtone.training.errors import DataError, one_line, reason
-from overtone.training.identity import File
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,14 +28,14 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 class FolderImages:
     """Decoded by threads (Pillow lets them run at the same time), one batch ahead of its use."""
 
-    def __init__(self, root: Path, paths: list[Path], labels: Tensor, size: int, workers: int) -> None:
-        self.root, self.paths, self.labels, self.size, self.workers = root, paths, labels, size, workers
+    def __init__(self, root: Path, paths: list[Path], labels: Tensor, size: int, num_workers: int) -> None:
+        self.root, self.paths, self.labels, self.size, self.num_workers = root, paths, labels, size, num_workers
 
     def images(self, indices: Tensor) -> Tensor:
         return next(self.batches([indices]))
 
     def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        with ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.num_workers) as pool:
             ahead: list[list] = []
             for indices in batches:
                 ahead.append([pool.submit(read_image, self.paths[index], self.size) for index in indices.tolist()])
@@ -46,7 +46,7 @@ class FolderImages:
 
     def subset(self, indices: Tensor) -> FolderImages:
         kept = [self.paths[index] for index in indices.tolist()]
-        return FolderImages(self.root, kept, self.labels[indices], self.size, self.workers)
+        return FolderImages(self.root, kept, self.labels[indices], self.size, self.num_workers)
 
     def files(self) -> list[File]:
         try:
@@ -71,13 +71,13 @@ def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
             image = ImageOps.fit(in_bytes(file, channels), (size, size), Image.Resampling.BICUBIC)
     except Exception as error:  # Pillow's decoders let anything through: struct.error, IndexError, zlib.error, …
         what = error if str(error) else type(error).__name__
-        raise DataError(f"not a readable image: {path}: {one_line(what)}; mend or remove it") from None
+        raise DataError(f"cannot read image {path}: {one_line(what)}; fix or remove it") from None
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(size, size, channels).permute(2, 0, 1)
 
 
 def in_bytes(image: Image, channels: int) -> Image:
-    """The image in 8 bits per channel, 1 (grey) or 3 of them. Transparency is left out."""
+    """The image in 8 bits per channel, 1 (gray) or 3 of them. Transparency is left out."""
     if image.mode in _WIDE:
         image = _scaled(image)
     elif image.mode == "La":
@@ -91,31 +91,31 @@ _WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
 def _scaled(image: Image) -> Image:
-    """More than 8 bits of grey in 8: Pillow would clip at 255.
+    """More than 8 bits of gray in 8: Pillow would clip at 255.
 
-    16 bits keep their upper 8, as Pillow does with 16-bit colours. Nothing tells the range of 32-bit integers and
+    16 bits keep their upper 8, as Pillow does with 16-bit colors. Nothing tells the range of 32-bit integers and
     floating-point numbers: it is the smallest of 1 (of floats), 255 and 65535 that holds all values of the image.
     """
     whole = image.convert("F")  # exact up to 24 bits
     values = torch.frombuffer(bytearray(whole.tobytes()), dtype=torch.float32)
     least, most = values.min().item(), values.max().item()
     if not 0 <= least <= most <= 65535:  # false for NaN too
-        raise ValueError(f"grey values from {least:g} to {most:g}, wanted 0 to 1 (of floats), 255 or 65535")
+        raise ValueError(f"gray values from {least:g} to {most:g}, wanted 0 to 1 (of floats), 255 or 65535")
     has_16_bits = image.mode.startswith("I;16") or image.format in ("PNG", "PPM")
     if has_16_bits or most > 255:
         return whole.point(lambda value: value * (1 / 256) + 0)
     return whole.point(lambda value: value * (255 if image.mode == "F" and most <= 1 else 1) + 0.5)
 
 
-def load_folder(config: TrainConfig) -> Data:
+def load_folder(config: DataConfig) -> Data:
     """`data_dir` holds one directory per class, or train/ and val/ (or test/) that do."""
     try:
         import PIL  # noqa: F401
     except ImportError:
         raise DataError("folder: Pillow reads the images: pip install 'overtone[study]'") from None
-    if config.data_dir is None:
+    if config.dir is None:
         raise DataError("folder: data_dir is not given: wanted a folder with one directory of images per class")
-    folder = Path(config.data_dir)
+    folder = Path(config.dir)
     if not folder.is_dir():
         raise DataError(f"folder: missing: {folder}; wanted a folder with one directory of images per class")
     if not (folder / "train").is_dir():
@@ -154,7 +154,7 @@ def _check_two_of_each(folder: Path, labels: Tensor, classes: list[str]) -> None
             raise DataError(f"folder: {folder / name} has 1 image, wanted at least 2: one to train, one to test")
 
 
-def _image_set(root: Path, folder: Path, classes: list[str], config: TrainConfig) -> FolderImages:
+def _image_set(root: Path, folder: Path, classes: list[str], config: DataConfig) -> FolderImages:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -163,8 +163,8 @@ def _image_set(root: Path, folder: Path, classes: list[str], config: TrainConfig
             raise DataError(f"folder: {folder / name} has no image ({', '.join(sorted(SUFFIXES))})")
         paths += found
         labels += [label] * len(found)
-    assert config.image_size is not None  # resolved
-    return FolderImages(root, paths, torch.tensor(labels), config.image_size, config.workers)
+    assert config.image_size is not None  # TrainConfig has set it
+    return FolderImages(root, paths, torch.tensor(labels), config.image_size, config.num_workers)
 
 
 def image_files(folder: Path) -> list[Path]:

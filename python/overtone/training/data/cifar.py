@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 import torch
 from torch import Tensor
 
-from overtone.training.data import Data, DataInfo, MemoryImages
+from overtone.training.data.dataset import Data, DataInfo, MemoryImages
 from overtone.training.errors import DataError
 
 PIXELS = 3 * 32 * 32

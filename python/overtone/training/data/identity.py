@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from overtone.training.errors import DataError, reason
 
 if TYPE_CHECKING:
-    from overtone.training.data import Data
+    from overtone.training.data.dataset import Data
 
 LIST = "data.tsv"  # in the run's folder
-MOST_HASHED = 2**30  # bytes of all files
-NAMED = 3  # of each kind of difference
+MAX_HASHED_BYTES = 2**30  # bytes of all files
+MAX_NAMED = 3  # of each kind of difference
 
 
 class File(NamedTuple):
@@ -36,7 +36,7 @@ class File(NamedTuple):
 def listed(data: Data) -> str:
     """A line per class and per file: what it is, label, size, SHA-256 (its start; - where it is not read), name."""
     files = [("train", file) for file in data.train.files()] + [("test", file) for file in data.test.files()]
-    is_read = sum(file.size for _, file in files) <= MOST_HASHED
+    is_read = sum(file.size for _, file in files) <= MAX_HASHED_BYTES
     with ThreadPoolExecutor(4) as pool:  # hashing and reading run beside each other
         hashes = list(pool.map(_hash, [file for _, file in files])) if is_read else ["-"] * len(files)
     rows = [
@@ -90,4 +90,4 @@ def _rows(text: str) -> dict[tuple[bool, str], tuple[str, ...]]:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
