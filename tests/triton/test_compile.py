@@ -171,6 +171,8 @@ def test_every_kernel_and_configuration_is_compiled(aot):
         if attention_configs.has_tf32(name):
             precisions.append((torch.float32, "tf32"))
         for dtype, precision in precisions:
+            if name not in aot.THOROUGH[dtype]:
+                continue
             launched = [kernel.launch.meta.items() for kernel in aot.kernels(dtype, name)]
             for width, masked in itertools.product((64, 128), (False, True)):
                 for config in attention_configs.table(name, dtype, precision, width, masked).by_kernel.values():
@@ -182,25 +184,24 @@ def test_what_a_call_may_ask_for_is_compiled(aot):
     from overtone.triton_kernels.attention import config as attention_configs
 
     masks = {(False, None), (False, torch.uint8), (False, torch.float32), (True, torch.uint8), (True, torch.float32)}
-    for name in aot.ARCHITECTURES:
-        half = (torch.bfloat16, torch.float16)
-        wanted = {(dtype, "ieee", *mask) for dtype in half for mask in masks | {(True, None)}}
-        wanted |= {(torch.float32, "ieee", *mask) for mask in masks}
-        if attention_configs.has_tf32(name):
-            wanted |= {(torch.float32, "tf32", *mask) for mask in masks}
+    thorough = [(dtype, name) for dtype, names in aot.THOROUGH.items() for name in names]
+    assert {(torch.bfloat16, name) for name in attention_configs.COLUMNS} <= set(thorough)
+    for dtype, name in thorough:
+        kernels = aot.kernels(dtype, name)
+        has_tf32 = dtype == torch.float32 and attention_configs.has_tf32(name)
         asked = {
-            (kernel.name, dtype, meta["PRECISION"], meta["IS_CAUSAL"], _mask_dtype(kernel.launch))
-            for dtype in aot.ATTENTION_DTYPES
-            for kernel in aot.kernels(dtype, name)
+            (kernel.name, meta["PRECISION"], meta["IS_CAUSAL"], _mask_dtype(kernel.launch))
+            for kernel in kernels
             if "IS_CAUSAL" in (meta := kernel.launch.meta)
         }
-        for kernel in ("attention", "dkv", "dq"):
-            assert {(kernel, *rest) for rest in wanted} <= asked
-        for dtype in aot.ATTENTION_DTYPES:
-            first = [kernel for kernel in aot.kernels(dtype, name) if kernel.name in ("attention", "fused")]
-            for form in {kernel.name for kernel in first}:
-                kept = {_argument(kernel.launch, "p_stats") is not None for kernel in first if kernel.name == form}
-                assert kept == {False, True}, (name, dtype, form)
+        for kernel, precision in itertools.product(("attention", "dkv", "dq"), ("ieee", "tf32")[: 1 + has_tf32]):
+            seen = {row[2:] for row in asked if row[:2] == (kernel, precision)}
+            wanted = masks if kernel != "attention" else {mask for mask in masks if mask != (False, torch.uint8)}
+            assert wanted <= seen, (kernel, dtype, name, precision, wanted - seen)
+        first = [kernel for kernel in kernels if kernel.name in ("attention", "fused")]
+        for form in {kernel.name for kernel in first}:
+            kept = {_argument(kernel.launch, "p_stats") is not None for kernel in first if kernel.name == form}
+            assert kept == {False, True}, (name, dtype, form)
 
 
 def _argument(launch, name):

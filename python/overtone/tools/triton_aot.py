@@ -168,31 +168,39 @@ PARTS = ("", "bias", "drop", "bias+drop", "gain+addend", "addend", "value")
 MODEL_ARCHITECTURE = "sm_80"
 
 
-def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
-    """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks.
+# Every mask is compiled here; elsewhere one call of a ViT, whose tiles are the same table's.
+THOROUGH = {
+    torch.bfloat16: ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx1100"),
+    torch.float32: ("sm_90",),
+    torch.float16: ("gfx1100",),
+}
 
-    What a model adds to them is compiled in bfloat16 and for the architecture that a column of the table is made for:
-    its other architectures and dtypes launch the same code with the same tiles.
-    """
+
+def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
+    """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks."""
     calls = []
     has_tf32 = dtype == torch.float32 and attention_configs.has_tf32(architecture)
-    is_thorough = dtype == torch.bfloat16 and architecture == attention_configs.config_arch(architecture)
-    for precision, width in itertools.product(("ieee", "tf32") if has_tf32 else ("ieee",), (64, 128)):
-        call = partial(AttentionCall, dtype, precision=precision)
-        calls += [call(197, width, 192), call(1024, width, 768), call(1024, width, 768, "bool", is_causal=True)]
-        # A width that does not fill its tile.
-        calls.append(call(1024, width * 3 // 4, 192, "bias", is_causal=True))
-        if width == 64:
-            calls += [call(197, width, 192, "bool"), call(1024, width, 192, "bias")]
-            calls += [
-                call(tokens, width, channels, is_inference=True) for tokens, channels in ((1024, 192), (197, 768))
-            ]
-            if dtype != torch.float32:  # whose tiles are the same with and without a mask
-                calls.append(call(197, width, 192, is_causal=True))
-        if is_thorough:
-            calls += _more_calls(call, width)
+    own_column = architecture == attention_configs.config_arch(architecture)
+    for precision in ("ieee", "tf32") if has_tf32 else ("ieee",):
+        calls.append(AttentionCall(dtype, 197, 64, 192, precision=precision))
+        for width in (64, 128) if architecture in THOROUGH[dtype] else ():
+            call = partial(AttentionCall, dtype, precision=precision)
+            calls += [call(197, width, 192), *_masked_calls(call, width)]
+            if dtype == torch.bfloat16 and own_column:
+                calls += _more_calls(call, width)
     if architecture == MODEL_ARCHITECTURE and dtype != torch.float16:
         calls += _model_calls(partial(AttentionCall, dtype), "" if dtype == torch.float32 else "autocast")
+    return calls
+
+
+def _masked_calls(call: Callable[..., AttentionCall], width: int) -> list[AttentionCall]:
+    calls = [call(1024, width, 768), call(1024, width, 768, "bool", is_causal=True)]
+    # A width that does not fill its tile.
+    calls.append(call(1024, width * 3 // 4, 192, "bias", is_causal=True))
+    if width == 64:
+        calls += [call(197, width, 192, "bool"), call(1024, width, 192, "bias")]
+        calls += [call(tokens, width, channels, is_inference=True) for tokens, channels in ((1024, 192), (197, 768))]
+        calls.append(call(197, width, 192, is_causal=True))
     return calls
 
 
