@@ -161,7 +161,9 @@ def test_every_kernel_and_configuration_is_compiled(aot):
         compiled = aot.kernels(dtype, "sm_80")
         modules = (*frequency, *attention) if dtype in aot.ATTENTION_DTYPES else frequency
         written = {name.removesuffix("_kernel") for module in modules for name in vars(module) if _is_kernel(name)}
-        assert {kernel.name for kernel in compiled} == written
+        found = {kernel.name for kernel in compiled}
+        # In fp16 a ViT's forward pass is one launch; its two launches are compiled where that is thorough.
+        assert found == written or (dtype == torch.float16 and written - found == {"attention", "projection"})
         shipped = [configs.for_dtype(config, dtype) for config in (*configs.SINGLE_PASS, configs.SPLIT, configs.CAUSAL)]
         shipped += [configs.single_pass(config.tile["BT"], dtype, tiles=2) for config in configs.SINGLE_PASS]
         launched = [kernel.launch.meta for kernel in compiled]
@@ -194,10 +196,10 @@ def test_what_a_call_may_ask_for_is_compiled(aot):
             for kernel in kernels
             if "IS_CAUSAL" in (meta := kernel.launch.meta)
         }
+        asked |= {("attention", *rest) for name_, *rest in asked if name_ == "fused"}
         for kernel, precision in itertools.product(("attention", "dkv", "dq"), ("ieee", "tf32")[: 1 + has_tf32]):
             seen = {row[2:] for row in asked if row[:2] == (kernel, precision)}
-            wanted = masks if kernel != "attention" else {mask for mask in masks if mask != (False, torch.uint8)}
-            assert wanted <= seen, (kernel, dtype, name, precision, wanted - seen)
+            assert masks <= seen, (kernel, dtype, name, precision, masks - seen)
         first = [kernel for kernel in kernels if kernel.name in ("attention", "fused")]
         for form in {kernel.name for kernel in first}:
             kept = {_argument(kernel.launch, "p_stats") is not None for kernel in first if kernel.name == form}
@@ -386,11 +388,12 @@ class DispatchedBytes(TorchDispatchMode):
 def test_eager_is_what_the_benchmark_dispatches(dtype, training):
     """Operation by operation, in any order. On CPU tensors: the formulas are a GPU's, and SDPA is one operation too."""
     from overtone.benchmarks import attention as benchmark
+    from overtone.benchmarks.shapes import AttentionShape
     from overtone.tools import attention_cost as model
 
     shape = model.Shape("small", 2, 17, 24, 3)
     mode = benchmark.FORWARD_BACKWARD if training else benchmark.FORWARD
-    inputs = benchmark._inputs(benchmark.Shape(*shape), dtype, mode)
+    inputs = benchmark._inputs(AttentionShape(*shape), dtype, mode)
     gradients = torch.ones(2, 17, 24, dtype=dtype), torch.ones(2), torch.ones(2)
     with DispatchedBytes() as dispatched:
         results = benchmark._by_sdpa(*inputs)
