@@ -122,7 +122,8 @@ def _noise(run: Run) -> str:
 def _warnings(run: Run) -> list[str]:
     lines = []
     if run.left_out:
-        lines.append(f"WARNING: INTERRUPTED; {run.left_out} cases that were to follow were not run.")
+        why = "INTERRUPTED" if run.interrupted else "THE TIME IS UP"
+        lines.append(f"WARNING: {why}; {run.left_out} cases that were to follow were not run.")
     if not run.idle:
         lines.append("WARNING: OTHER PROCESSES USED THE MACHINE; these figures are not to be quoted.")
         lines.append(f"         {_noise(run)}")

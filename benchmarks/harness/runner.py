@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,7 +230,8 @@ class Run:
     machine: dict[str, object]
     other_cpu_load: float | None  # how many CPUs others used before the run
     matmul_peaks: dict[str, float]  # float32 FLOP/s of every device in use
-    left_out: int = 0  # cases that were to follow when the run was interrupted
+    left_out: int = 0  # cases that were to follow when the run was interrupted, or its time was up
+    interrupted: bool = False
 
     @property
     def passed(self) -> bool:
@@ -247,6 +248,7 @@ def run_cases(
     plan: Plan,
     *,
     compiled: bool = True,
+    without_compile: Container[str] = (),
     quick: bool = False,
     other_cpu_load: float | None = None,
     budget: float | None = None,
@@ -255,6 +257,7 @@ def run_cases(
 ) -> Run:
     """Run the cases one after another; `before` is told of each, `after` gets what there is.
 
+    without_compile: names of cases whose baselines under torch.compile are left out.
     budget: seconds that all of it may take; every case gets its share of what is left. An interrupt ends the run with
     what there is, provided there is something; so does the end of the budget.
     """
@@ -270,11 +273,13 @@ def run_cases(
             device = device_of(case.backend)
             if device not in run.matmul_peaks:
                 run.matmul_peaks[device] = machine.matmul_peak(0.05 if quick else 0.5, device)
-            result = run_case(case, plan.within(share), compiled=compiled, matmul_peak=run.matmul_peaks[device])
+            with_compile = compiled and case.name not in without_compile
+            peak = run.matmul_peaks[device]
+            result = run_case(case, plan.within(share), compiled=with_compile, matmul_peak=peak)
         except KeyboardInterrupt:
-            if run.results:
-                break
-            raise
+            if not run.results:
+                raise
+            return replace(run, interrupted=True)
         run = replace(run, results=[*run.results, result], left_out=len(cases) - done)
         after(run)
     return run

@@ -18,14 +18,18 @@ for _ in range(12):
     x = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     ratios.append(ot.frequency_norms(x).ratio.item())
 print("   HFC/LFC", *(f"{ratio:.1e}" for ratio in ratios[::3]))
+assert ratios[-1] < ratios[0] / 10
 
 print("2. The eigenvalues of the value-projection weight decide. One op: attention, V Λ Vᵀ, residual and norms:")
 basis, _ = ot.linalg.qr(torch.randn(64, 64))
 x = torch.randn(1, 65, 64)
 q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in (x, x, x @ basis))
+after = {}
 for name, sign in (("smooth", 1.0), ("sharpen", -1.0)):
     y, norms = ot.spectral_attention(q, k, v, sign * torch.rand(64), basis.mT, residual=x, return_norms=True)
-    print(f"   {name:8} {ot.frequency_norms(x).ratio.item():.2f} → {norms.ratio.item():.2f}")
+    after[name] = norms.ratio.item()
+    print(f"   {name:8} {ot.frequency_norms(x).ratio.item():.2f} → {after[name]:.2f}")
+assert after["smooth"] < after["sharpen"]
 
 print("3. A model that cannot smooth, trained for a few steps; its norms come with the logits:")
 model = ot.models.vit_tiny(16, 4, num_classes=4, regime="sharpen", bounded=True, depth=4)
@@ -40,6 +44,7 @@ for step in range(21):
     optimizer.step()
     if step % 10 == 0:
         print(f"   step {step:2} loss {loss.item():.3f}  HFC/LFC", *(f"{r:.2f}" for r in norms.ratio.mean(1).tolist()))
+assert loss.item() < 0.5
 print("  ", *ot.spectrum.guarantees(model)[:1])
 
 print("4. Any model can be asked: does it oversmooth, and why?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -88,15 +89,22 @@ def test_hugging_face(kind, implementation):
     assert analyze(model, inputs).layers[0].is_causal == is_causal
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma", "phi"])
-@pytest.mark.parametrize("shared", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        *itertools.product(["llama", "mistral", "qwen3", "gemma", "phi", "phi3"], [1, 2, 6]),
+        *itertools.product(["gpt_neox", "falcon"], [1]),
+    ],
+)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_decoders_with_grouped_queries_and_rotary_positions(kind, shared, implementation):
     """Heads that share values (all of them in multi-query attention), of another width than dim / num_heads."""
     transformers = optional.transformers()
+    has_width = kind in ("llama", "mistral", "qwen3", "gemma")
+    options = {"falcon": {"multi_query": False}}
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=50, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=6 // shared, pad_token_id=0, **({} if kind == "phi" else {"head_dim": 8}),
+        num_key_value_heads=6 // shared, pad_token_id=0, **({"head_dim": 8} if has_width else options.get(kind, {})),
     )  # fmt: skip
     model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
     inputs = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -108,7 +116,7 @@ def test_decoders_with_grouped_queries_and_rotary_positions(kind, shared, implem
     # Causal attention's eigenvalues are its diagonal, and a head's are those of W_V W_proj that are not zero.
     diagonal = recorders[0].attention[0].diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(result.layers[0].attention_eigenvalues.real, diagonal)
-    assert result.layers[0].weight_eigenvalues.shape == (6, 4 if kind == "phi" else 8)
+    assert result.layers[0].weight_eigenvalues.shape == (6, 8 if has_width else 4)
 
 
 def test_grouped_queries_are_not_converted():

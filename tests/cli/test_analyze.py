@@ -182,12 +182,12 @@ def test_models_that_cannot_be_read_are_refused_before_any_work(tmp_path, capsys
         return model
 
     monkeypatch.setattr(transformers.AutoModel, "from_config", recording)
-    kinds = {"phi3": {**SMALL, "pad_token_id": 0}, "albert": SMALL}
-    for kind, sizes in kinds.items():
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+    names = {"gpt_bigcode": "GPTBigCode", "albert": "Albert"}
+    for kind in names:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SMALL}))
         status, out, err = run(capsys, f"hf:{tmp_path}", "--no-report")
         assert (status, out) == (2, "")
-        assert f"no attention of {kind.capitalize()}Model could be read (" in err.splitlines()[-1]
+        assert f"no attention of {names[kind]}Model could be read (" in err.splitlines()[-1]
     monkeypatch.setattr(sources, "available_bytes", lambda: 10**9)
     status, _, err = run(capsys, "hf:llama")
     message = err.splitlines()[-1]
@@ -228,7 +228,7 @@ def test_images_that_cannot_be_read_are_one_line(capsys, tmp_path, picture):
         path.write_bytes(data)
         status, out, err = run(capsys, "mine:x", "--images", str(tmp_path), "--no-report")
         line = err.splitlines()[-1]
-        assert (status, out) == (2, "") and f"{path}: cannot read image " in line and "Traceback" not in err
+        assert (status, out) == (2, "") and f"cannot read image {path}: " in line and "Traceback" not in err
         path.unlink()
 
 

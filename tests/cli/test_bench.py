@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from support.benchmark_cases import case, wrong_square
 
 import overtone as ot
 from overtone.benchmarks.harness import machine, runner
-from overtone.benchmarks.harness.case import Case
+from overtone.benchmarks.harness.case import Case, with_compiled
 from overtone.cli import bench
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
@@ -62,6 +63,36 @@ def test_an_interrupted_run_keeps_what_it_has(only, capsys, tmp_path, monkeypatc
     assert "square" in printed and "INTERRUPTED; 2 cases" in printed
     kept = json.loads(file.read_text())
     assert kept["left_out"] == 2 and kept["results"] == on_disk and [x["op"] for x in on_disk] == ["square"]
+
+
+def test_a_run_ends_in_time_with_what_it_has(only, capsys, tmp_path):
+    only(case(), case(op="second"), case(op="third"))
+    file = tmp_path / "out.json"
+    assert command("--quick", "--minutes", "1e-9", "--json", str(file)) == 1
+    captured = capsys.readouterr()
+    assert "THE TIME IS UP; 3 cases" in captured.out and "--minutes" in captured.err
+    assert json.loads(file.read_text())["left_out"] == 3
+
+
+def test_all_leaves_compiled_baselines_to_the_standard_set(only, capsys, monkeypatch, tmp_path):
+    baselines = with_compiled({"reference": lambda x: x**2})
+    only(case(baselines=baselines), case(op="second", baselines=baselines))
+    monkeypatch.setattr(bench, "_standard_names", lambda: {"square 1000 float32 forward"})
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    file = tmp_path / "out.json"
+    arguments = ("--all", "--rounds", "1", "--seconds", "0.1", "--json", str(file))
+    assert command(*arguments) == 0
+    assert [list(each["ratios"]) for each in json.loads(file.read_text())["results"]] == [[*baselines], ["reference"]]
+    assert command(*arguments, "--op", "second") == 0
+    assert [list(each["ratios"]) for each in json.loads(file.read_text())["results"]] == [[*baselines]]
+
+
+def test_every_figure_is_said_as_it_comes(only, capsys):
+    only(case(), case(op="broken", ours=wrong_square))
+    command("--quick")
+    first, second = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert re.fullmatch(r"\[1/2\] square 1000 float32 forward: \d+\.\d\dx reference", first)
+    assert second == "[2/2] broken 1000 float32 forward: FAILED"
 
 
 def test_an_interrupt_before_any_result_is_one(only, monkeypatch):

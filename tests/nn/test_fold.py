@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overtone as ot
-from overtone.models import METHODS, VisionTransformer, ViTConfig
+from overtone.models import HEAD_METHODS, METHODS, VisionTransformer, ViTConfig
 
 REGIMES = ("free", "sharpen", "smooth")
 KINDS = ("symmetric", "general")
@@ -66,7 +66,7 @@ def assert_close(actual, wanted):
     torch.testing.assert_close(actual, wanted, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS | HEAD_METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_function_is_the_same_and_no_op_of_ours_is_left(method, kind, norm):

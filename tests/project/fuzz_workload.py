@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overtone as ot
 from overtone import _C
 from overtone.ops import attention, linear
-from overtone.ops.linalg.inverse import inverse_ex
+from overtone.ops.linalg.inverse import inverse, inverse_ex
 
 Call = tuple[Any, list[Any]]  # an op and its arguments
 
@@ -127,6 +127,7 @@ def _call_solvers(dtype: torch.dtype) -> None:
         q, r = ot.linalg.qr(a)
         (q.sum() + r.sum()).backward()
     inverse_ex(_leaf(2, 6, 6, dtype=dtype)).inverse.sum().backward()
+    inverse(_leaf(2, 6, 6, dtype=dtype)).sum().backward()
     ot.spectrum.SymmetricSpectrum(6, dtype=dtype)()
     ot.spectrum.GeneralSpectrum(6, dtype=dtype)()
 

@@ -26,6 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = ROOT / "README.md"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+TOUR = DOCS / "examples" / "tour.py"
 ON_TWO_PROCESSES = DOCS / "examples" / "two_processes.py"
 CODE = ("python", "triton_kernels", "benchmarks")  # folders of Python that is shipped
 
@@ -130,7 +131,10 @@ class TestExamples:
         losses = [float(loss) for loss in re.findall(r"on 2 processes: loss (\S+)", result.stdout)]
         assert len(losses) == 3 and losses[2] < losses[0]
 
-    @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+    def test_the_tour_has_a_page(self):
+        assert f"{{literalinclude}} examples/{TOUR.name}\n" in page("tour.md")
+
+    @pytest.mark.parametrize("path", [p for p in EXAMPLES if p != TOUR], ids=lambda path: path.stem)
     def test_is_short_and_in_a_guide(self, path):
         assert len(path.read_text().splitlines()) < 40
         guides = "".join(guide.read_text() for guide in (DOCS / "guides").glob("*.md"))

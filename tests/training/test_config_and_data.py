@@ -299,8 +299,9 @@ def test_a_folder_is_read_class_by_class(photographs):
     assert data.info.classes == ["cat", "dog"]
     assert (len(data.train.labels), len(data.test.labels)) == (16, 4)
     batches = list(data.train.batches([torch.tensor([0, 15]), torch.tensor([8])]))
-    assert [batch.shape for batch in batches] == [(2, 3, 8, 8), (1, 3, 8, 8)]
-    assert torch.equal(batches[1], data.train.images(torch.tensor([8])))
+    assert [batch.inputs.shape for batch in batches] == [(2, 3, 8, 8), (1, 3, 8, 8)]
+    assert [batch.targets.tolist() for batch in batches] == [[0, 1], [1]]
+    assert torch.equal(batches[1].inputs, data.train.images(torch.tensor([8])))
     red = data.train.images(torch.arange(16))[:, 0, 0, 0]
     assert (red % 2).tolist() == data.train.labels.tolist()  # even numbers are cats
 

@@ -108,6 +108,28 @@ def _values_of_heads(w_v: Tensor, width: int, num_heads: int) -> Tensor:
     return w_v.unflatten(-1, (num_heads // shared, -1)).repeat_interleave(shared, -2).flatten(-2)
 
 
+def _grouped_packed_weights(module: Any) -> Weights:
+    """Phi-3 packs all queries, then keys and values that heads may share."""
+    w_proj, num_heads = module.o_proj.weight.mT, _count(module)
+    packed = module.qkv_proj.weight
+    w_v = packed[len(w_proj) + (len(packed) - len(w_proj)) // 2 :].mT
+    return Weights(_values_of_heads(w_v, len(w_proj), num_heads), w_proj, num_heads)
+
+
+def _interleaved_matches(module: Any) -> bool:
+    """GPT-NeoX and its kin; where heads share keys and values, their order is another one."""
+    if not _has_weight(module, "query_key_value", "dense") or _count(module) == 0:
+        return False
+    return len(module.query_key_value.weight) == 3 * module.dense.weight.shape[1]
+
+
+def _interleaved_weights(module: Any) -> Weights:
+    """Queries, keys and values of one head after the other."""
+    num_heads = _count(module)
+    w_v = module.query_key_value.weight.unflatten(0, (num_heads, 3, -1))[:, 2].flatten(0, 1)
+    return Weights(w_v.mT, module.dense.weight.mT, num_heads)
+
+
 def _bert_matches(module: Any) -> bool:
     """BERT and its kin: `self` has the values, `output` projects."""
     inner, output = getattr(module, "self", None), getattr(module, "output", None)
@@ -151,6 +173,18 @@ READERS: list[Reader] = [
         matches=_split_matches,
         weights=_split_weights,
         projection=_output,
+    ),
+    Reader(
+        "packed q, k, v (Phi-3)",
+        matches=lambda module: _has_weight(module, "qkv_proj", "o_proj") and _count(module) > 0,
+        weights=_grouped_packed_weights,
+        projection=lambda module: module.o_proj,
+    ),
+    Reader(
+        "interleaved q, k, v (GPT-NeoX)",
+        matches=_interleaved_matches,
+        weights=_interleaved_weights,
+        projection=lambda module: module.dense,
     ),
     Reader(
         "BERT attention",

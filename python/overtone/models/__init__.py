@@ -2,13 +2,14 @@
 
 from overtone.models.blocks import Block
 from overtone.models.cache import TokenCache
-from overtone.models.config import METHODS, GPTConfig, TransformerConfig, ViTConfig
+from overtone.models.config import HEAD_METHODS, METHODS, GPTConfig, TransformerConfig, ViTConfig
 from overtone.models.files import load, save
 from overtone.models.gpt import GPT, gpt
 from overtone.models.vit import VisionTransformer, vit_base, vit_small, vit_tiny
 
 __all__ = [
     "GPT",
+    "HEAD_METHODS",
     "METHODS",
     "Block",
     "GPTConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from overtone import _validate as validate
 from overtone.models.cache import BlockCache, TokenCache
 from overtone.models.config import TransformerConfig
+from overtone.nn import head_methods
 from overtone.nn.attention import SpectralAttention, evaluate_spectra
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
 from overtone.nn.linear import Mlp
@@ -38,6 +40,8 @@ class Block(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.post_norm, self.drop_path = config.norm == "post", config.drop_rates[layer]
         self.is_causal = config.is_causal
+        # LayerNorm scaling: LN(x) / √ℓ before both sublayers of layer ℓ, counted from 1.
+        self.norm_scale = (layer + 1) ** -0.5 if config.method == "layernorm_scaling" else 1.0
         self.norm1 = _make_norm(config, factory)
         self.attn = _make_attention(config, layer, factory)
         self.norm2 = _make_norm(config, factory)
@@ -60,12 +64,15 @@ class Block(nn.Module):
             x = self.norm1(x)
             x = self.norm2(x + self._drop_path(self.mlp(x)))
         else:
-            x = x + self._drop_path(self.mlp(self.norm2(x)))
+            x = x + self._drop_path(self.mlp(self._scaled(self.norm2(x))))
         return self._filtered(x, "block", cache), norms
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What attention sees of the block's input."""
-        return x if self.post_norm else self.norm1(x)
+        return x if self.post_norm else self._scaled(self.norm1(x))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.norm_scale == 1 else x * self.norm_scale
 
     def _attend(
         self, x: Tensor, return_norms: bool, options: dict[str, Any], cache: BlockCache | None
@@ -117,8 +124,22 @@ def _make_attention(config: TransformerConfig, layer: int, factory: dict) -> Spe
         head_gain=config.method == "attn_scale",
         centered=config.method == "centered",
         neutreno=config.method_strength if config.method == "neutreno" else 0.0,
+        head_method=_make_head_method(config, factory),
         **factory,
     )
+
+
+def _make_head_method(config: TransformerConfig, factory: dict) -> head_methods.HeadMethod | None:
+    dim, num_heads, strength = config.dim, config.num_heads, config.method_strength
+    makers: dict[str, Callable[[], head_methods.HeadMethod]] = {
+        "laplacian": lambda: head_methods.LaplacianHeads(num_heads, strength, **factory),
+        "value_residual": lambda: head_methods.ValueResidual(strength),
+        "gfsa": lambda: head_methods.GraphFilter(num_heads, int(strength), **factory),
+        "xsa": lambda: head_methods.XSA(num_heads, **factory),
+        "gated": lambda: head_methods.GatedHeads(dim, **factory),
+        "att_inv": lambda: head_methods.AttInv(dim, num_heads, **factory),
+    }
+    return makers[config.method]() if config.method in makers else None
 
 
 def _make_filter(config: TransformerConfig, factory: dict) -> nn.Module | None:
@@ -201,8 +222,8 @@ class Transformer(nn.Module):
         return x, FrequencyNorms(torch.stack(low), torch.stack(high))
 
     def _values_0(self, x: Tensor, spectra: list[Spectrum | None]) -> Tensor | None:
-        """NeuTRENO's V⁰; in the first layer itself V⁰ − V is zero."""
-        if self.config.method != "neutreno":
+        """V⁰ of the methods that want it; in the first layer itself V⁰ − V is zero."""
+        if self.config.method not in ("neutreno", "value_residual"):
             return None
         first = self.layers[0]
         return first.attn.project(first.attention_input(x), spectra[0]).value

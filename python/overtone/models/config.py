@@ -14,7 +14,7 @@ from overtone.nn.attention import REGIMES
 from overtone.nn.linear import GELUS
 from overtone.spectrum import KINDS
 
-__all__ = ["METHODS", "GPTConfig", "TransformerConfig", "ViTConfig"]
+__all__ = ["HEAD_METHODS", "METHODS", "GPTConfig", "TransformerConfig", "ViTConfig"]
 
 #: The methods, and the default of each one's strength (None: it has none).
 METHODS: dict[str, float | None] = {
@@ -26,6 +26,22 @@ METHODS: dict[str, float | None] = {
     "centered": None,  # in every attention
     "neutreno": 0.6,  # γ, in every attention but the first
 }
+
+#: More of them, which act on attention's heads (nn.head_methods): not part of the study.
+HEAD_METHODS: dict[str, float | None] = {
+    "laplacian": 0.5,  # the share of the heads, in every attention
+    "value_residual": 0.5,  # γ, in every attention but the first
+    "gfsa": 3.0,  # K, in every attention
+    "xsa": None,  # in every attention
+    "gated": None,  # in every attention
+    "att_inv": None,  # in every attention
+    "layernorm_scaling": None,  # of both LayerNorms of every block
+}
+
+_STRENGTHS = METHODS | HEAD_METHODS
+
+#: Methods that need the values, or the attention, of every token at once: not for models with a key/value cache.
+WITHOUT_CACHE = ("value_residual", "gfsa")
 
 #: Where a block applies the filter of a method that is one.
 FILTERS = ("de_escalation", "feat_scale", "contranorm")
@@ -55,7 +71,7 @@ class TransformerConfig:
         norm_sign: 1 or −1 fixes the sign of the blocks' LayerNorm weights.
         norm_eps: added to the variance in every LayerNorm.
         gelu: of the MLPs, "exact" or "tanh" (its approximation).
-        method: one of METHODS.
+        method: one of METHODS or HEAD_METHODS.
         strength: τ, s or γ of a method that has one; default: that of METHODS.
         filter_place: where the filter of "de_escalation", "feat_scale" and "contranorm" stands: "block" (on the result
             of a block), "residual" (on the stream after attention's residual, before the norm or the MLP), or
@@ -127,8 +143,8 @@ class TransformerConfig:
         validate.one_of(name, "norm", self.norm, ("pre", "post"))
         validate.one_of(name, "gelu", self.gelu, tuple(GELUS))
         self._require(self.norm_sign in (None, 1, -1), "norm_sign", "1, -1 or None")
-        validate.one_of(name, "method", self.method, tuple(METHODS))
-        has_strength = METHODS[self.method] is not None
+        validate.one_of(name, "method", self.method, tuple(_STRENGTHS))
+        has_strength = _STRENGTHS[self.method] is not None
         self._require(self.strength is None or has_strength, "strength", f"None: method {self.method!r} has none")
         validate.one_of(name, "filter_place", self.filter_place, FILTER_PLACES)
         is_moved = self.filter_place != "block"
@@ -159,7 +175,7 @@ class TransformerConfig:
     @property
     def method_strength(self) -> float:
         """τ, s or γ of the method; 0 where it has none."""
-        return float((METHODS[self.method] or 0.0) if self.strength is None else self.strength)
+        return float((_STRENGTHS[self.method] or 0.0) if self.strength is None else self.strength)
 
     def replace(self: _Config, **changes: Any) -> _Config:
         """A copy with other values for these fields."""
@@ -214,3 +230,9 @@ class GPTConfig(TransformerConfig):
     context_length: int = 256
     depth: int = 6
     tied: bool = True
+
+    def _check_choices(self) -> None:
+        super()._check_choices()
+        self._require(
+            self.method not in WITHOUT_CACHE, "method", f"none of {', '.join(WITHOUT_CACHE)}: they have no cache"
+        )

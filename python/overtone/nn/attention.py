@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from overtone import _validate as validate
 from overtone import reference
 from overtone._deprecated import accepts_renamed
-from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
+from overtone.nn.head_methods import HeadMethod, own_values
+from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_ordinary, is_plain
 from overtone.ops.attention import QKV, folded_attention, mean_of_values
 from overtone.ops.frequency import frequency_norms
 from overtone.ops.linear import linear
@@ -46,6 +48,7 @@ class SpectralAttention(nn.Module):
         head_gain: AttnScale's ω, one per head, learned, initially zero.
         centered: subtracts the mean of the values (Ali et al. 2023).
         neutreno: NeuTRENO's γ; V⁰ are the values of the first layer.
+        head_method: any other method of the heads (nn.head_methods), in place of the three above.
         attn_drop: dropout of the attention weights; training then runs in plain PyTorch.
         scale: of the logits; None is 1/√(dim / num_heads).
 
@@ -75,6 +78,7 @@ class SpectralAttention(nn.Module):
         head_gain: bool = False,
         centered: bool = False,
         neutreno: float = 0.0,
+        head_method: HeadMethod | None = None,
         attn_drop: float = 0.0,
         scale: float | None = None,
         device=None,
@@ -101,6 +105,12 @@ class SpectralAttention(nn.Module):
             self.spectrum = make_spectrum(kind, dim, regime, bounded=bounded, **limit, **factory)
             self.bias = nn.Parameter(torch.zeros(dim, **factory)) if proj_bias else None
         self.head_gain = nn.Parameter(torch.zeros(num_heads, **factory)) if head_gain else None
+        if head_method is not None and (head_gain or centered or neutreno != 0):
+            got = type(head_method).__name__
+            raise ValueError(
+                f"SpectralAttention: head_method: got {got}, wanted None beside head_gain, centered or neutreno"
+            )
+        self.head_method = head_method
 
     def forward(
         self,
@@ -132,7 +142,7 @@ class SpectralAttention(nn.Module):
         qkv = qkv if extend is None else extend(qkv)
         return self.attend(
             qkv, spectrum, residual=residual, attn_mask=attn_mask, is_causal=is_causal, values_0=values_0,
-            sample_scale=sample_scale, return_norms=return_norms,
+            sample_scale=sample_scale, tokens=x, return_norms=return_norms,
         )  # fmt: skip
 
     def own_spectrum(self, given: Spectrum | None = None) -> Spectrum | None:
@@ -165,23 +175,42 @@ class SpectralAttention(nn.Module):
         is_causal: bool = False,
         values_0: Tensor | None = None,
         sample_scale: Tensor | None = None,
+        tokens: Tensor | None = None,
         return_norms: bool = False,
     ) -> Any:
-        """The second half of forward; there may be more keys and values than queries (a cache)."""
+        """The second half of forward; there may be more keys and values than queries (a cache). `tokens` is forward's
+        x, for methods that look at it."""
         query = qkv.query
         options: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": self.scale}
-        options["gain"], options["addend"] = self._mixing(qkv, values_0, attn_mask, is_causal)
-        if self.regime == "free" and not is_fusible(self.proj):
-            # One more product of the output's size, but no second implementation of attention.
-            identity = torch.eye(self.dim, dtype=query.dtype, device=query.device)
-            y = self.proj(self._run(qkv, identity, **options))
+        method, own = self.head_method, own_values(qkv)
+        if method is None:
+            options["gain"], options["addend"] = self._mixing(qkv, values_0, attn_mask, is_causal)
+        else:
+            attend = partial(self._heads, gain=None, addend=None, **options)
+            qkv, options["gain"], options["addend"] = method.before(qkv, values_0, attend)
+        weight = self._output_weight(spectrum, query.dtype)
+        if (method is not None and method.has_after) or (self.regime == "free" and not is_fusible(self.proj)):
+            heads = self._heads(qkv, **options)
+            heads = heads if method is None else method.after(heads, own, tokens)
+            y = self._project_heads(heads.transpose(1, 2).flatten(2), weight)
             return _add_to_residual(y, residual, sample_scale, return_norms)
         options["bias"] = self._output_bias()
-        weight = self._output_weight(spectrum, query.dtype)
         if residual is not None and residual.dtype not in (query.dtype, validate.accumulate_dtype(query.dtype)):
             return _add_to_residual(self._run(qkv, weight, **options), residual, sample_scale, return_norms)
         options |= {"residual": residual, "sample_scale": sample_scale, "return_norms": return_norms}
         return self._run(qkv, weight, **options)
+
+    def _heads(self, qkv: QKV, **options: Any) -> Tensor:
+        """The heads before their projection, [B, H, N, D]: one more product of their size, by the identity, but no
+        second implementation of attention."""
+        identity = torch.eye(self.dim, dtype=qkv.query.dtype, device=qkv.query.device)
+        return self._run(qkv, identity, **options).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _project_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        if self.regime == "free":
+            return apply_linear(self.proj, heads)
+        bias = self._output_bias()
+        return linear(heads, weight.mT.to(heads.dtype), None if bias is None else bias.to(heads.dtype))
 
     def _run(self, qkv: QKV, weight: Tensor, **options: Any) -> Any:
         """The fused op, or its like with dropout."""
@@ -285,7 +314,7 @@ def _is_readable(spectrum: nn.Module) -> bool:
     own forward."""
     if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False
-    return type(spectrum.basis) in (nn.Parameter, Tensor)
+    return is_ordinary(spectrum.basis)
 
 
 def _add_to_residual(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overtone import reference
 from overtone.nn.attention import QKV, SpectralAttention
 from overtone.nn.filters import DeEscalation, FeatScale
+from overtone.nn.head_methods import HeadMethod, own_values
 from overtone.nn.linear import GELUS, Mlp, is_ordinary, is_plain
 from overtone.nn.norms import SignedLayerNorm
 from overtone.spectrum import KINDS, FixedSpectrum, SpectrumModule, folded
@@ -33,6 +34,7 @@ class PlainAttention(SpectralAttention):
         self.regime, self.kind = "free", layer.kind
         self.dim, self.num_heads, self.scale, self.attn_drop = layer.dim, layer.num_heads, layer.scale, layer.attn_drop
         self.centered, self.neutreno, self.head_gain = layer.centered, layer.neutreno, layer.head_gain
+        self.head_method = layer.head_method
         if layer.regime == "free":
             self.qkv, self.proj, ones = layer.qkv, layer.proj, layer._ones
         else:
@@ -53,10 +55,14 @@ class PlainAttention(SpectralAttention):
         is_causal: bool = False,
         values_0: Tensor | None = None,
         sample_scale: Tensor | None = None,
+        tokens: Tensor | None = None,
         return_norms: bool = False,
     ) -> Any:
         query, key, value = qkv[:3]
-        heads = self._heads(query, key, value, attn_mask, is_causal)
+        if self.head_method is not None:
+            heads = self._by_method(self.head_method, qkv, values_0, tokens, attn_mask, is_causal)
+        else:
+            heads = self._mixed_heads(query, key, value, attn_mask, is_causal)
         if self.neutreno != 0 and values_0 is not None:
             heads = heads + self.neutreno * (values_0 - value[:, :, value.shape[2] - values_0.shape[2] :])
         y = self.proj(heads.transpose(1, 2).flatten(2))
@@ -64,7 +70,22 @@ class PlainAttention(SpectralAttention):
         y = y if residual is None else residual + y
         return (y, reference.frequency_norms(y)) if return_norms else y
 
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _by_method(
+        self, method: HeadMethod, qkv: QKV, values_0, tokens, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        def attend(given: QKV) -> Tensor:
+            return self._attention(*given[:3], attn_mask, is_causal)
+
+        own = own_values(qkv)
+        qkv, gain, addend = method.before(qkv, values_0, attend)
+        heads = attend(qkv)
+        heads = heads if gain is None else gain[:, None, None].to(heads.dtype) * heads
+        heads = heads if addend is None else heads + addend.to(heads.dtype)
+        return method.after(heads, own, tokens)
+
+    def _mixed_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         """A_h V_h, or (1 + ω)(A V) − ω ΠV with AttnScale's gain, A V − ΠV if centered, or one after the other."""
         heads = self._attention(query, key, value, attn_mask, is_causal)
         if self.head_gain is None and not self.centered:

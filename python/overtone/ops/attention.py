@@ -198,7 +198,7 @@ def _attend(
     residual = optional("residual", residual, batch, q_len, weight.shape[1])
     bias = optional("bias", bias, weight.shape[1])
     sample_scale = optional("sample_scale", sample_scale, batch)
-    if transforms.needs_gradient(sample_scale):
+    if sample_scale is not None and sample_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{_NAME}: sample_scale: got a tensor that requires a gradient, wanted one that does not")
     head_gain, gain = optional("head_gain", head_gain, num_heads), optional("gain", gain, num_heads)
     addend = validate.broadcastable(_NAME, "addend", addend, tuple(query.shape), query)

@@ -24,6 +24,8 @@ from overtone.backends import NOT_BY_KERNELS, BackendError, active_backend, trit
 
 LIBRARY = torch.library.Library("overtone", "DEF")
 
+OPS: dict[str, Op] = {}  # what is registered, by name
+
 
 def schema_digest(folder: Path) -> str:
     """A name for what the sources in `folder` say."""
@@ -74,6 +76,7 @@ class Op:
 
 def register(op: Op) -> None:
     """Make torch.ops.overtone.<op.name>."""
+    OPS[op.name] = op
     LIBRARY.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"overtone::{op.name}", op.fake, lib=LIBRARY)
     if op.triton is not None:
@@ -221,5 +224,6 @@ def double_backward_via_reference(function: Callable, inputs: tuple, grads: tupl
     if _C._are_functorch_transforms_active():  # grads may be wrapped: only a transform can take them
         return torch.func.vjp(outputs_of, *inputs)[1](tuple(grads))
     with torch.enable_grad():
-        inputs = tuple(x if x.requires_grad else x.detach().requires_grad_() for x in inputs)
+        # Of views: one input may be made of another, and what reaches that through it is for its own backward to add.
+        inputs = tuple(x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in inputs)
         return torch.autograd.grad(outputs_of(*inputs), inputs, grads, create_graph=True, allow_unused=True)

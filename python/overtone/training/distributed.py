@@ -95,7 +95,9 @@ class Distributed:
         if not self.connected:
             return model
         if self.config.run.strategy == "ddp":
-            return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
+            return DistributedDataParallel(
+                model, device_ids=[self.device] if self.device.type == "cuda" else None, broadcast_buffers=False
+            )
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 

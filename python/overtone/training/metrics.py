@@ -6,8 +6,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from overtone.spectrum import basis_status
 from overtone.training.checkpoint import fitting
 from overtone.training.distributed import Distributed
 
@@ -75,13 +76,16 @@ class Look(NamedTuple):
     metrics: EpochMetrics
     bad_gradient: int | None  # the first step whose gradient was not finite
     bad_loss: int | None
+    bad_basis: str | None  # of a spectrum, by name
 
 
 class PendingLook:
     """A look whose numbers are on their way from the device. All processes must begin it; none waits for it."""
 
-    def __init__(self, sums: MetricSums, guard: FiniteGuard, distributed: Distributed) -> None:
-        values = torch.cat((distributed.min(guard.steps), distributed.sum(sums.values)))
+    def __init__(self, sums: MetricSums, guard: FiniteGuard, model: nn.Module, distributed: Distributed) -> None:
+        self._bases = basis_status(model)  # the same in every process
+        conditions = self._bases.conditions.to(sums.values)
+        values = torch.cat((distributed.min(guard.steps), conditions, distributed.sum(sums.values)))
         self._arrived = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -95,6 +99,12 @@ class PendingLook:
         """Waits until the numbers have arrived: not at all some steps later."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        steps_and_sums = self._values.tolist()
-        bad_gradient, bad_loss = (int(step) if math.isfinite(step) else None for step in steps_and_sums[:2])
-        return Look(_means(steps_and_sums[2:]), bad_gradient, bad_loss)
+        steps, conditions, sums = self._values.split(
+            [2, count := len(self._bases.names), len(self._values) - 2 - count]
+        )
+        bad_gradient, bad_loss = (int(step) if math.isfinite(step) else None for step in steps.tolist())
+        try:
+            self._bases.check(conditions)
+        except torch.linalg.LinAlgError as error:
+            return Look(_means(sums.tolist()), bad_gradient, bad_loss, str(error))
+        return Look(_means(sums.tolist()), bad_gradient, bad_loss, None)
