@@ -187,7 +187,7 @@ def test_what_a_call_may_ask_for_is_compiled(aot):
 
     masks = {(False, None), (False, torch.uint8), (False, torch.float32), (True, torch.uint8), (True, torch.float32)}
     thorough = [(dtype, name) for dtype, names in aot.THOROUGH.items() for name in names]
-    assert {(torch.bfloat16, name) for name in attention_configs.COLUMNS} <= set(thorough)
+    assert {name for dtype, name in thorough if dtype != torch.float32} >= set(attention_configs.COLUMNS)
     for dtype, name in thorough:
         kernels = aot.kernels(dtype, name)
         has_tf32 = dtype == torch.float32 and attention_configs.has_tf32(name)
