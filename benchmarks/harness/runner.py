@@ -44,6 +44,7 @@ MODULES = (
     "linalg.qr",
     "linalg.inverse",
     "dominance",
+    "layer_norm",
     "linear",
     "module",
     "step",
@@ -101,7 +102,9 @@ class PreparedCase:
 
     def _truth(self) -> Results:
         inputs = tuple(_cast_input(x, torch.float64) for x in self.inputs)
-        call = bind(self.case.workload.reference, inputs, tuple(map(widened, self.grads)), self.case.call_mode)
+        workload = self.case.workload
+        function = workload.truth or workload.reference
+        call = bind(function, inputs, tuple(map(widened, self.grads)), self.case.call_mode)
         return tuple(map(widened, call.results()))
 
 

@@ -11,7 +11,7 @@ from overtone.benchmarks.harness.check import Check
 MAX_RATIO = 10  # LAPACK's own test programs accept 20 to 50
 
 
-def perturbed(solver: Function, *, symmetric: bool = False) -> Function:
+def perturbed(solver: Function) -> Function:
     """`solver` of matrices that are off by E, ‖E‖_F = n ε ‖A‖_F: a tenth of the residual that LAPACK's ratios allow.
 
     In float64 plain PyTorch is the truth itself; how far this is from it shows what the problem makes of rounding.
@@ -19,7 +19,6 @@ def perturbed(solver: Function, *, symmetric: bool = False) -> Function:
 
     def function(a: Tensor) -> Results:
         noise = torch.randn(a.shape, generator=torch.Generator().manual_seed(3), dtype=a.dtype)
-        noise = (noise + noise.mT) / 2**0.5 if symmetric else noise
         size = torch.linalg.matrix_norm(a.detach(), keepdim=True) * torch.finfo(a.dtype).eps
         return solver(a + size * noise.to(a.device))
 

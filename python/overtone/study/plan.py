@@ -26,7 +26,7 @@ TAUS = (0.1, 0.5, 1.0)
 # (overtone train --evaluate-on validation); no test image was looked at.
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
-        "dim": 48, "num_heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 4e-3,
+        "dim": 48, "num_heads": 3, "depth": 8, "epochs": 10, "batch_size": 32, "learning_rate": 2e-3,
         "warmup_epochs": 1.0, "pos_embed_std": 0.3, "init_eigenvalue": 0.4, "shift": 0,
     },
     "cifar10": {"size": "tiny", "epochs": 100, "batch_size": 128, "warmup_epochs": 5.0},
