@@ -163,9 +163,7 @@ class _Progress:
     def report(self, run: Run, measures: Measures) -> None:
         self._finish(run)
         if self.shown:
-            text = (
-                f"[{self.total - len(self.left)}/{self.total}] {run}: {measures['accuracy']:.1%} of test images right"
-            )
+            text = f"[{self.total - len(self.left)}/{self.total}] {run}: test accuracy {measures['accuracy']:.1%}"
             self.bar.write(text, file=sys.stderr)
         self.poll()
 

@@ -75,4 +75,5 @@ class Finding(NamedTuple):
 
 def finding(text: str, source: str, difference: Difference, *, above: float = 0.0, unit: str = "points") -> Finding:
     """Of a claim that a difference is above a limit."""
-    return Finding(text, source, f"{difference} {unit}, n = {difference.n}", difference.above(above))
+    found = f"{difference} {unit}".strip()
+    return Finding(text, source, f"{found}, n = {difference.n}", difference.above(above))

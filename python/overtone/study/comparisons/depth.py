@@ -119,7 +119,7 @@ def accuracy_figure(results: Results) -> Figure:
             ends.append(f"{variant}{suffix} {means[-1]:.1f}")
     return draw.line_plot(
         "depth-accuracy",
-        "Depth rescued by de-escalation: test accuracy over the number of layers; bands: ± one deviation of the seeds",
+        "Depth, with and without de-escalation: test accuracy; bands: ± one deviation of the seeds",
         lines,
         x="layers",
         y="test accuracy, %",
