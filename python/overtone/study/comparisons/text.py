@@ -9,7 +9,8 @@ from overtone.report import figures as draw
 from overtone.report.figures import COLORS, Curve, Figure
 from overtone.report.page import Section
 from overtone.report.table import NONE, Cell, Table
-from overtone.study.plan import TEXT_MODELS, TEXT_RECIPE
+from overtone.study.measure import Measures
+from overtone.study.plan import TEXT_MODELS
 from overtone.study.results import Results, share_of
 from overtone.study.stats import Difference, Finding, MeanStd, finding
 
@@ -28,7 +29,7 @@ def tables(results: Results) -> dict[str, Table]:
                "cosine at the end", "effective rank at the end", "Perron %"]  # fmt: skip
     rows: list[list[Cell]] = []
     for variant in results.variants("text"):
-        found = results.select("text", variant, depth=TEXT_RECIPE["depth"])
+        found = _runs(results, variant)
         ends = [MeanStd.of([m["trained"]["curves"][name][-1] for m in found]) for name in _METRICS]
         rows.append([
             variant, len(found), MeanStd.of(_bits(results, variant)),
@@ -82,7 +83,7 @@ def figures(results: Results) -> dict[str, Figure]:
 
 
 def findings(results: Results) -> list[Finding]:
-    text = [_negative(m) for m in results.select("text", FREE, depth=TEXT_RECIPE["depth"])]
+    text = [_negative(m) for m in _runs(results, FREE)]
     images = [_negative(m) for m in results.of("free")]
     return [
         finding("On text, forced smoothing costs bits per byte", SOURCE, _difference(results, SMOOTH), unit="bits"),
@@ -100,8 +101,14 @@ def sections(results: Results, tables: dict[str, Table], figures: dict[str, Figu
 _METRICS = ("ratio", "cosine", "effective_rank")
 
 
+def _runs(results: Results, variant: str) -> list[Measures]:
+    """One per seed."""
+    config = results.plan.runs_of("text")[0].config
+    return results.select("text", variant, depth=config.model.depth, fraction=config.data.train_fraction)
+
+
 def _bits(results: Results, variant: str) -> list[float]:
-    return [m["bits"] for m in results.select("text", variant, depth=TEXT_RECIPE["depth"])]
+    return [m["bits"] for m in _runs(results, variant)]
 
 
 def _difference(results: Results, variant: str) -> Difference:
@@ -109,16 +116,16 @@ def _difference(results: Results, variant: str) -> Difference:
 
 
 def _curve(results: Results, variant: str, metric: str) -> list[float]:
-    found = results.select("text", variant, depth=TEXT_RECIPE["depth"])
+    found = _runs(results, variant)
     return np.mean([m["trained"]["curves"][metric] for m in found], axis=0).tolist()
 
 
 def _eigenvalues(results: Results, variant: str) -> np.ndarray:
-    found = results.select("text", variant, depth=TEXT_RECIPE["depth"])
+    found = _runs(results, variant)
     pairs = np.array([pair for m in found for pair in m["trained"]["eigenvalues"]])
     return pairs[:, 0] + 1j * pairs[:, 1]
 
 
-def _negative(measures: dict) -> float:
+def _negative(measures: Measures) -> float:
     """The share of the trained eigenvalues with a negative real part."""
     return float((np.array(measures["trained"]["eigenvalues"])[:, 0] < 0).mean())
