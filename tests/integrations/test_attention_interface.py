@@ -89,6 +89,15 @@ def test_writing_with_a_cache(kind, norms):
     assert torch.equal(ours.generate(**given, **options), theirs.generate(**given, **options))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_several_tokens_after_those_of_a_cache(kind, norms):
+    model, tokens = build(kind, "overtone").double(), inputs(kind, False)["input_ids"]
+    first = model(tokens[:, :5], use_cache=True)
+    second = model(tokens[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), model(tokens).logits)
+
+
 def test_it_compiles_and_trains():
     optional.transformers()
     register_hf_attention()

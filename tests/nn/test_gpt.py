@@ -184,6 +184,16 @@ def test_autocast_is_as_exact_as_that_of_plain_modules(method):
     assert_error_within(ours, truth, max_error(plain, truth), factor=FORWARD_FACTOR, what="logits")
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(method, dtype):
+    model = small(REGIMES, dtype=dtype, method=method)
+    loss_of(model, text()).backward()
+    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+    check_causality(model)
+    check_cache(model)
+
+
 def test_gradients_under_autocast_are_finite():
     model = small(REGIMES)
     with torch.autocast("cpu", torch.bfloat16):

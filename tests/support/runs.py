@@ -81,7 +81,7 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
     weights = checkpoint.read_tensors(folder / checkpoint.WEIGHTS)
     tensors |= {f"weights.{name}": value for name, value in weights.items()}
     history = checkpoint.read_state(folder / checkpoint.CHECKPOINT)["history"]
-    times = ("seconds", "images_per_second")
+    times = ("seconds", "images_per_second", "bytes_per_second")
     return tensors, [{name: value for name, value in row.items() if name not in times} for row in history]
 
 

@@ -217,8 +217,11 @@ class BackwardWorker {
     value_panels(count).multiply(rows, count, grads.data + row * grads.ld, grads.ld, grad_logits, block_);
     for (int64_t i = 0; i < rows; ++i) {
       const A* dot = has_one_block() ? nullptr : dots_ + query + i;
-      grad_gain_ +=
+      const A sum =
           softmax_backward(softmax_stats + 2 * i, dot, key_vectors, weights + i * block_, grad_logits + i * block_);
+      if (call_.grad_gain != nullptr) {
+        grad_gain_ += sum;
+      }
       prefetcher_.prefetch_row();
     }
     if (call_.grad_logits != nullptr) {
@@ -238,8 +241,8 @@ class BackwardWorker {
   // A row of logits to P, and its ∂P to ∂logits = P ⊙ (gain · ∂P − gain · δ), where δ = Σ P ⊙ ∂P over all keys. That
   // sum of these very numbers is the best there is: the row of ∂logits then adds up to zero, but for its own rounding,
   // while an error of δ would go to ∂Q times the mean key. Only if the row is in parts does gain · δ come from
-  // elsewhere, as `dot`. Returns the sum over these keys.
-  double softmax_backward(const A* softmax_row, const A* dot, int vectors, A* weights, A* grads) const {
+  // elsewhere, as `dot`. Returns the sum over these keys where it is needed.
+  A softmax_backward(const A* softmax_row, const A* dot, int vectors, A* weights, A* grads) const {
     const A maximum = softmax_row[0];
     const A inverse = softmax_row[1];
     Vector<A> sums{};
@@ -249,7 +252,7 @@ class BackwardWorker {
       store_full(weight, p);
       sums += weight * load_full(grads + v * kLanes<A>);
     }
-    const A sum = sum_of_lanes<A>(sums);
+    const A sum = dot == nullptr || call_.grad_gain != nullptr ? sum_of_lanes<A>(sums) : A{0};
     const A gain = gain_;
     const A mean = dot == nullptr ? gain * sum : *dot;
     for (int v = 0; v < vectors; ++v) {

@@ -119,8 +119,8 @@ inline StridedMatrix residual_rows(const AttentionForward& call, int64_t batch, 
 }
 
 // Where a panel of y goes: residual + scale · (sum + partial sums + bias). The residual is added last: as the sum's
-// start it would cost digits.
-template <class A>
+// start it would cost digits. Bias and scale are looked at only `kWithTerms`: that is 3 % of a forward pass.
+template <class A, bool kWithTerms>
 struct ProjectionTarget {
   A* c;
   int64_t ldc;
@@ -134,11 +134,13 @@ struct ProjectionTarget {
     if (partial != nullptr) {
       sum += load_full(partial + (row * kWidestTile + v) * kLanes<A>);
     }
-    if (bias != nullptr) {
-      sum += load_full(bias + v * kLanes<A>);
-    }
-    if (scale != nullptr) {
-      sum *= *scale;
+    if constexpr (kWithTerms) {
+      if (bias != nullptr) {
+        sum += load_full(bias + v * kLanes<A>);
+      }
+      if (scale != nullptr) {
+        sum *= *scale;
+      }
     }
     if (residual != nullptr) {
       sum += load_full(residual + row * residual_ld + v * kLanes<A>);
@@ -150,25 +152,32 @@ struct ProjectionTarget {
 // The same for rows × columns of sums in scratch, from (query, channel) of y on.
 template <class A>
 void store_projection(const AttentionForward& call, const UnroundedOutput<A>& unrounded, int64_t batch, int64_t query,
-                      int64_t channel, int64_t rows, int64_t columns, A* sums, int64_t ld) {
+                      int64_t channel, int64_t rows, int64_t columns, const A* sums, int64_t ld) {
   const A* bias = call.bias == nullptr ? nullptr : static_cast<const A*>(call.bias) + channel;
   const A* scale = call.sample_scale == nullptr ? nullptr : static_cast<const A*>(call.sample_scale) + batch;
-  for (int64_t row = 0; row < rows && (bias != nullptr || scale != nullptr); ++row) {
-    for (int64_t j = 0; j < columns; j += kLanes<A>) {
-      const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, columns - j));
-      Vector<A> sum = load_full(sums + row * ld + j);
-      sum = bias == nullptr ? sum : sum + load(bias + j, 1, lanes);
-      store_full(scale == nullptr ? sum : sum * *scale, sums + row * ld + j);
-    }
-  }
   const StridedMatrix residual = residual_rows(call, batch, query);
-  if (residual.data != nullptr) {
-    add_rows(residual.from(0, channel), rows, columns, A{1}, sums, ld);
-  }
-  unpack_rows(sums, ld, rows, columns, A{1}, call.y.from(batch * call.shape.q_len + query, channel));
-  if (A* out = unrounded.row(batch, query); out != nullptr) {
-    unpack_rows(sums, ld, rows, columns, A{1}, buffer_rows<A>(out, channel, call.shape.out_dim));
-  }
+  const StridedMatrix y = call.y.from(batch * call.shape.q_len + query, channel);
+  with_type<A>(y.type, [&](auto y_element) {
+    with_type<A>(residual.type, [&, stride = residual.column_stride](auto residual_element) {
+      using R = decltype(residual_element);
+      for (int64_t row = 0; row < rows; ++row) {
+        auto* out = y.at<decltype(y_element)>(row, 0);
+        const R* addend = residual.data == nullptr ? nullptr : residual.at<R>(row, channel);
+        A* wide = unrounded.row(batch, query + row);
+        for (int64_t j = 0; j < columns; j += kLanes<A>) {
+          const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, columns - j));
+          Vector<A> sum = load_full(sums + row * ld + j);
+          sum = bias == nullptr ? sum : sum + load(bias + j, 1, lanes);
+          sum = scale == nullptr ? sum : sum * *scale;
+          sum = addend == nullptr ? sum : sum + load(addend + j * stride, stride, lanes);
+          store(sum, out + j, lanes);
+          if (wide != nullptr) {
+            store(sum, wide + channel + j, lanes);
+          }
+        }
+      }
+    });
+  });
 }
 
 // c = sum · scale[row], the last step of a softmax.
@@ -231,7 +240,11 @@ class ForwardWorker {
       expect(item, head, is_last ? next_item : item, is_last ? 0 : head + 1);
       attend(batch, head, first, rows, heads + head * shape_.head_dim);
     }
-    project(batch, first, rows, heads);
+    if (call_.bias == nullptr && call_.sample_scale == nullptr) {
+      project<false>(batch, first, rows, heads);
+    } else {
+      project<true>(batch, first, rows, heads);
+    }
     unrounded_.finish_block(batch);
   }
 
@@ -352,7 +365,9 @@ class ForwardWorker {
     }
   }
 
+  template <bool kWithTerms>
   void project(int64_t batch, int64_t first, int64_t rows, const A* heads) {
+    using Target = ProjectionTarget<A, kWithTerms>;
     const int vectors = vectors_of<A>(shape_.out_dim);
     const StridedMatrix residual = residual_rows(call_, batch, first);
     const bool is_readable = residual.data == nullptr || (residual.type == kDtype<A> && residual.column_stride == 1);
@@ -363,8 +378,9 @@ class ForwardWorker {
     gemm_large_panels<A>(
         rows, vectors, shape_.inner_dim(), heads, shape_.inner_dim(), static_cast<const A*>(call_.weight), sums_,
         [&](int first_vector, int width) {
-          return is_direct(first_vector, width) ? direct_target(batch, first, first_vector * kLanes<A>, residual)
-                                                : ProjectionTarget<A>{sums_, kPanelLd<A>};
+          return is_direct(first_vector, width)
+                     ? direct_target<Target>(batch, first, first_vector * kLanes<A>, residual)
+                     : Target{sums_, kPanelLd<A>};
         },
         [&](int first_vector, int width) {
           if (!is_direct(first_vector, width)) {
@@ -373,9 +389,9 @@ class ForwardWorker {
         });
   }
 
-  ProjectionTarget<A> direct_target(int64_t batch, int64_t first, int64_t channel,
-                                    const StridedMatrix& residual) const {
-    ProjectionTarget<A> target{call_.y.at<A>(batch * shape_.q_len + first, channel), shape_.out_dim};
+  template <class Target>
+  Target direct_target(int64_t batch, int64_t first, int64_t channel, const StridedMatrix& residual) const {
+    Target target{call_.y.at<A>(batch * shape_.q_len + first, channel), shape_.out_dim};
     if (residual.data != nullptr) {
       target.residual = residual.at<A>(0, channel);
       target.residual_ld = residual.row_stride;

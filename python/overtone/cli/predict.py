@@ -1,4 +1,4 @@
-"""`overtone predict`: the classes that a trained run sees in images."""
+"""`overtone predict`: the classes that a trained run sees in images, or the text that it writes after a prompt."""
 
 from __future__ import annotations
 
@@ -18,19 +18,30 @@ DESCRIPTION = """\
 Classifies images with the model of a run of `overtone train`, read as the run reads its own (size, colors,
 normalization; 16-bit gray is scaled). Prints a line per image: the most probable classes and their probabilities.
 An image that cannot be read has a line on stderr, the others are classified all the same, and the exit status is 1.
+
+A run of text continues every prompt.
 """
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "predict",
-        help="classify images with a trained run",
+        help="classify images, or continue text, with a trained run",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="RUN", help="folder of a run, or its model.safetensors")
-    parser.add_argument("images", metavar="IMAGE", nargs="+", help="files, or folders with their subfolders")
-    parser.add_argument("--top-k", type=int, metavar="K", help=f"classes per image (default: at most {MAX_SHOWN})")
+    parser.add_argument(
+        "inputs", metavar="INPUT", nargs="+", help="images: files, or folders with their subfolders; text: prompts"
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K",
+        help=f"classes per image (default: at most {MAX_SHOWN}); text: draw from so many bytes (default: all)",
+    )  # fmt: skip
+    text = parser.add_argument_group("text")
+    text.add_argument("--max-new-bytes", type=int, default=200, metavar="N", help="bytes to write (%(default)s)")
+    text.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest (%(default)s)")
+    text.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another text every time)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a JSON object per line: image, classes, probabilities")
     form.add_argument("--csv", action="store_true", help="CSV: image, class_1, probability_1, class_2, …")
@@ -46,10 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     from overtone.training import TrainingError, load_info, predict
 
     try:
-        top = _top(arguments.top_k, len(load_info(arguments.folder).classes))
+        info = load_info(arguments.folder)
+        if not hasattr(info, "classes"):
+            return _continue_prompts(arguments)
+        top = _top(arguments.top_k, len(info.classes))
         found = predict(
             arguments.folder,
-            arguments.images,
+            arguments.inputs,
             batch_size=arguments.batch_size,
             device=arguments.device,
             **({"num_workers": arguments.num_workers} if arguments.workers is None else {"workers": arguments.workers}),
@@ -66,6 +80,28 @@ def run(arguments: argparse.Namespace) -> int:
         _say(str(error))
         return error.exit_status if isinstance(error, TrainingError) else 2
     return 1 if failures else 0
+
+
+def _continue_prompts(arguments: argparse.Namespace) -> int:
+    from overtone.training import ConfigError, continue_text
+
+    if arguments.csv:
+        raise ConfigError("--csv: a run of text has no classes; --json prints an object per prompt")
+    for prompt in arguments.inputs:
+        text = continue_text(
+            arguments.folder,
+            prompt,
+            max_new_bytes=arguments.max_new_bytes,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            seed=arguments.seed,
+            device=arguments.device,
+        )
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "text": text}))
+        else:
+            print("".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in prompt + text))
+    return 0
 
 
 def _top(asked: int | None, classes: int) -> int:

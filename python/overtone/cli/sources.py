@@ -191,6 +191,9 @@ def _load_run(folder: str) -> Source:
         raise SourceError(f"{folder}: a run is read with {error.name}: pip install 'overtone[study]'") from error
     except TrainingError as error:
         raise SourceError(str(error)) from error
+    if not hasattr(info, "classes"):
+        takes_words = Words(model.config.vocab_size, model.config.context_length)
+        return Source(model, takes_words, "trained weights", _test_text(folder, config))
     size = config.data.image_size
     assert size is not None  # TrainConfig has set it
 
@@ -209,6 +212,22 @@ def _load_run(folder: str) -> Source:
 
     takes = Images(info.channels, size, size, tuple(info.mean), tuple(info.std))
     return Source(model, takes, "trained weights", test_images)
+
+
+def _test_text(folder: str, config: Any) -> Callable[[int], tuple[Tensor, str]]:
+    """Windows of a run's test text, spread over all of it."""
+
+    def windows(samples: int) -> tuple[Tensor, str]:
+        from overtone.training import TrainingError, load_data
+
+        try:
+            test = load_data(config).test
+        except TrainingError as error:
+            raise SourceError(f"{folder}: no test text of this run: {error}") from error
+        chosen = torch.linspace(0, len(test) - 1, min(samples, len(test))).round().long()
+        return next(test.batches([chosen])).inputs.long(), f"{len(chosen)} windows of the run's test text"
+
+    return windows
 
 
 LOADERS: dict[str, Callable[[str, bool], Source]] = {"timm": _load_timm, "hf": _load_hf}

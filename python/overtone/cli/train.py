@@ -1,4 +1,4 @@
-"""`overtone train`: a Vision Transformer with the spectrum of your choice, on a CPU, a GPU, or many with torchrun."""
+"""`overtone train`: a ViT or a language model with the spectrum of your choice, in one process or in many."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
     parser = commands.add_parser(
         "train",
-        help="train a ViT with free, sharpening or smoothing layers",
-        description="Trains a Vision Transformer and leaves in the run's folder: config.json, metrics.csv (a row per "
-        "epoch, with every layer's HFC/LFC), model.safetensors, a checkpoint, and TensorBoard's event files. A run "
-        "that was killed continues with --out and --resume alone, to the same result. Several processes: torchrun "
-        "--nproc-per-node N -m overtone train …",
+        help="train a ViT or a language model with free, sharpening or smoothing layers",
+        description="Trains a Vision Transformer, or with --data text a language model, and leaves in the run's "
+        "folder: config.json, metrics.csv (a row per epoch, with every layer's HFC/LFC), model.safetensors, a "
+        "checkpoint, and TensorBoard's event files. A run that was killed continues with --out and --resume alone, to "
+        "the same result. Several processes: torchrun --nproc-per-node N -m overtone train …",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of the run (%(default)s)")
     parser.add_argument(
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _fail(f"interrupted; continue with --out {arguments.out} --resume", 130)
     if is_first:
-        print(f"test accuracy {result.test_accuracy:.2%} after {len(result.history)} epochs")
+        print(f"{result.summary()} after {len(result.history)} epochs")
         print(f"Run: {result.folder}")
     return 0
 

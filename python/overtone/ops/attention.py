@@ -179,8 +179,7 @@ def _attend_with_spectrum(qkv: QKV, eigenvalues: Tensor, basis: Tensor, **option
     eigenvalues = validate.matching(_NAME, "eigenvalues", eigenvalues, (inner_dim,), qkv.query, wide=True)
     basis = validate.matching(_NAME, "basis", basis, (inner_dim, "E"), qkv.query, wide=True)
     dtype = validate.accumulate_dtype(qkv.query.dtype)
-    with transforms.without_autocast(qkv.query):
-        weight = eigenvalues.to(dtype)[:, None] * basis.to(dtype)
+    weight = eigenvalues.to(dtype)[:, None] * basis.to(dtype)
     return _attend(qkv, weight, "basis", **options)
 
 
@@ -218,12 +217,11 @@ def _attend(
     bias, sample_scale, gain = (None if x is None else x.to(dtype).contiguous() for x in (bias, sample_scale, gain))
     scale = head_dim**-0.5 if scale is None else scale
     masking = Masking(_expand_mask(attn_mask, query, key, is_causal), is_causal, scale)
-    with autocast_disabled(query):
-        mixing = Mixing(gain, addend)
-        if head_gain is not None:
-            mixing = _attn_scale(mixing, head_gain.to(dtype), mean_of_values(value, attn_mask, is_causal, q_len))
-        mixing = Mixing(mixing.gain, None if mixing.addend is None else mixing.addend.expand(query.shape))
-        return _run(qkv, Projection(weight, bias, residual, sample_scale), masking, mixing, return_norms)
+    mixing = Mixing(gain, addend)
+    if head_gain is not None:
+        mixing = _attn_scale(mixing, head_gain.to(dtype), mean_of_values(value, attn_mask, is_causal, q_len))
+    mixing = Mixing(mixing.gain, None if mixing.addend is None else mixing.addend.expand(query.shape))
+    return _run(qkv, Projection(weight, bias, residual, sample_scale), masking, mixing, return_norms)
 
 
 def _attn_scale(mixing: Mixing, omega: Tensor, mean: Tensor) -> Mixing:
@@ -251,7 +249,8 @@ def mean_of_values(value: Tensor, attn_mask: Tensor | None, is_causal: bool, q_l
     if is_causal:
         attended = attended & torch.ones(q_len, kv_len, dtype=torch.bool, device=value.device).tril()
     share = attended.expand(*attended.shape[:-1], kv_len).to(value.dtype)
-    return (share @ value) / share.sum(-1, keepdim=True).clamp(min=1)
+    with autocast_disabled(value):
+        return (share @ value) / share.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _clamped_rows(q_len: int, kv_len: int, device: torch.device) -> Tensor:
@@ -455,7 +454,7 @@ def _backward(ctx, grad_y, grad_low, grad_high, _grad_attn_out, _grad_softmax_st
     scaled = grad if projection.sample_scale is None else grad * projection.sample_scale.to(grad.dtype)[:, None, None]
     *need_operands, need_weight, need_bias, need_residual, _, need_mask, need_gain, need_addend = _needs(ctx)
     wanted = (*need_operands, need_weight, need_mask, need_gain, need_addend)
-    grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    grads = (None,) * len(wanted)
     if any(wanted):
         ops, is_packed = torch.ops.overtone, len(need_operands) == 1
         op = ops.spectral_attention_qkvpacked_backward if is_packed else ops.spectral_attention_backward

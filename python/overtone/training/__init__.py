@@ -6,6 +6,9 @@
     model = load_model("runs/sharpen")
     predictions = list(predict("runs/sharpen", ["photo.png", "folder"]))
 
+    train(TrainConfig(data="text", regime="sharpen,sharpen,free,free", depth=4, epochs=5), "runs/text")
+    print(continue_text("runs/text", "The with statement"))
+
 It needs packages that overtone itself does not: pip install 'overtone[study]'.
 """
 
@@ -20,6 +23,6 @@ from overtone.training.errors import (
     ResourceError,
     TrainingError,
 )
-from overtone.training.inference import Prediction, predict
+from overtone.training.inference import Prediction, continue_text, predict
 from overtone.training.model import build_model, load_config, load_info, load_model
 from overtone.training.trainer import TrainResult, train

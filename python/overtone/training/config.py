@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from overtone._deprecated import deprecated, renamed_keywords
-from overtone.models import ViTConfig
+from overtone.models import GPTConfig, TransformerConfig, ViTConfig
 from overtone.training.errors import ConfigError, one_line, reason, shown
 
-DataName = Literal["digits", "cifar10", "cifar100", "folder"]
+DataName = Literal["digits", "cifar10", "cifar100", "folder", "text"]
 
 # What a setting that is not given, or None, stands for: it depends on the data.
 DATA_DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"image_size": 8, "patch_size": 2, "shift": 1, "flip": False, "crop": 1.0},
-    "cifar10": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0},
-    "cifar100": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0},
-    "folder": {"image_size": 224, "patch_size": 16, "shift": 0, "flip": True, "crop": 0.35},
+    "digits": {"image_size": 8, "patch_size": 2, "shift": 1, "flip": False, "crop": 1.0, "label_smoothing": 0.1},
+    "cifar10": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0, "label_smoothing": 0.1},
+    "cifar100": {"image_size": 32, "patch_size": 4, "shift": 4, "flip": True, "crop": 1.0, "label_smoothing": 0.1},
+    "folder": {"image_size": 224, "patch_size": 16, "shift": 0, "flip": True, "crop": 0.35, "label_smoothing": 0.1},
+    "text": {"image_size": None, "shift": 0, "flip": False, "crop": 1.0, "label_smoothing": 0.0},
 }
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # dim, num_heads
 
@@ -68,7 +69,7 @@ class _Group:
 class DataConfig(_Group):
     """What a run is trained and tested on. None stands for the data's own default."""
 
-    name: DataName = _field("digits", "digits (scikit-learn's), cifar10, cifar100, or folder")
+    name: DataName = _field("digits", "digits (scikit-learn's), cifar10, cifar100, folder (of images), or text")
     evaluate_on: Literal["test", "validation"] = _field(
         "test", "validation: 20% of every class of the training images take the test images' place, as is right for "
         "choosing a recipe"
@@ -77,7 +78,8 @@ class DataConfig(_Group):
         None,
         "cifar: folder with the official binary archive, or where it was unpacked; folder: train/ and val/ with one "
         "directory per class each, or the classes' directories themselves: then 20% of every class (at least one "
-        "image) are test images, the same ones for every --seed",
+        "image) are test images, the same ones for every --seed; text: a text file, a folder of *.txt, or of "
+        "WikiText-103's raw files (default: the documentation that this Python brings)",
         affects_result=False,
     )
     train_fraction: float = _field(1.0, "share of the training data to use, the same of every class", ge=0.0)
@@ -110,7 +112,9 @@ class OptimConfig(_Group):
     weight_decay: float = _field(0.05, "AdamW's, on matrices only", ge=0.0)
     beta1: float = _field(0.9, "AdamW's", ge=0.0, lt=1.0)
     beta2: float = _field(0.999, "AdamW's", ge=0.0, lt=1.0)
-    label_smoothing: float = _field(0.1, "probability spread over the other classes", ge=0.0, lt=1.0)
+    label_smoothing: float | None = _field(
+        None, "probability spread over the other classes (0.1; text 0)", ge=0.0, lt=1.0
+    )
     clip_grad_norm: float = _field(1.0, "largest norm of the gradient; 0: not clipped", ge=0.0)
     ema: float = _field(
         0.0, "decay of the weights' moving average, which is then tested and saved; 0: none", ge=0.0, lt=1.0
@@ -153,6 +157,8 @@ _MODEL_HELP = {
     "pool": "token or mean: class token, or the mean of the tokens",
     "method": "plain, or de_escalation, feat_scale, contranorm, attn_scale, …",
     "strength": "of a method that has one",
+    "context_length": "of a text's model: bytes that it sees at once",
+    "tied": "of a text's model: the output's weight is that of the embeddings",
     "filter_place": "where de_escalation, feat_scale and contranorm stand: block (on a block's result), "
     "residual (on the stream after attention's residual) or attention (on attention's output)",
     "mimetic_init": "β: ordinary weights start at W_V W_proj = −βI + noise",
@@ -161,7 +167,12 @@ _MODEL_HELP = {
     "drop_path": "stochastic depth: the rate of the last layer",
     "grad_checkpointing": "recompute blocks in backward: less memory, more time",
 }
-GROUPS: dict[str, type] = {"data": DataConfig, "model": ViTConfig, "optim": OptimConfig, "run": RunConfig}
+GROUPS: dict[str, type] = {"data": DataConfig, "model": TransformerConfig, "optim": OptimConfig, "run": RunConfig}
+MODELS: tuple[type[TransformerConfig], ...] = (ViTConfig, GPTConfig)
+
+
+def model_class(data: str) -> type[TransformerConfig]:
+    return GPTConfig if data == "text" else ViTConfig
 
 
 class Setting(NamedTuple):
@@ -212,18 +223,20 @@ def renamed_flags(given: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def settings() -> dict[str, Setting]:
     """Every setting of every group, by name."""
-    found = {}
-    for group in GROUPS.values():
+    found: dict[str, Setting] = {}
+    groups: tuple[Any, ...] = (DataConfig, *MODELS, OptimConfig, RunConfig)
+    for group in groups:
         hints = typing.get_type_hints(group)
         for field in dataclasses.fields(group):
-            if group is ViTConfig and field.name not in _MODEL_HELP:
-                continue  # the data decides it
+            if group in MODELS and (field.name not in _MODEL_HELP or field.name in found):
+                continue  # the data decides it, or both kinds of models have it
             kinds, is_optional = _kinds(str if field.name == "regime" else hints[field.name])
             metadata = dict(field.metadata)
-            if group is ViTConfig:
+            if group in MODELS:
                 metadata = {"help": _MODEL_HELP[field.name], "affects_result": field.name != "grad_checkpointing"}
             name = {"name": "data", "dir": "data_dir"}.get(field.name, field.name)
-            found[name] = Setting(name, group, field.name, kinds, is_optional, field.default, **metadata)
+            named = TransformerConfig if group in MODELS else group
+            found[name] = Setting(name, named, field.name, kinds, is_optional, field.default, **metadata)
     return found
 
 
@@ -241,7 +254,8 @@ class TrainConfig:
 
     Args:
         data: a DataConfig, or its name.
-        model: a ViTConfig. What follows from the data (image_size, in_channels, num_classes) is set when it is built.
+        model: a ViTConfig, or a GPTConfig for text. What follows from the data (image_size, in_channels, num_classes,
+            vocab_size) is set when it is built.
         optim: an OptimConfig.
         run: a RunConfig.
         **fields: single settings, named as the flags of `overtone train`: `TrainConfig(data="digits", depth=4,
@@ -250,14 +264,14 @@ class TrainConfig:
     """
 
     data: DataConfig
-    model: ViTConfig
+    model: TransformerConfig
     optim: OptimConfig
     run: RunConfig
 
     def __init__(
         self,
         data: DataConfig | str = "digits",
-        model: ViTConfig | None = None,
+        model: TransformerConfig | None = None,
         optim: OptimConfig | None = None,
         run: RunConfig | None = None,
         **fields: Any,
@@ -308,8 +322,8 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """By groups; without the fields of the model that follow from the data."""
         return {
-            name: {s.field: getattr(getattr(self, name), s.field) for s in settings().values() if s.group is group}
-            for name, group in GROUPS.items()
+            name: {settings()[word].field: value for word, value in _settings_of(getattr(self, name)).items()}
+            for name in GROUPS
         }
 
     def to_json(self) -> str:
@@ -326,6 +340,7 @@ class TrainConfig:
         if fields.get("data", self.data.name) != self.data.name:  # what other data left open is open again
             left_open = DATA_DEFAULTS[self.data.name].items()
             before = {name: value for name, value in before.items() if (name, value) not in left_open}
+            before = {name: value for name, value in before.items() if _has(_data_name(fields["data"]), name)}
         if "size" in fields:
             del before["dim"]
         if "size" in fields or fields.get("dim", self.model.dim) != self.model.dim:
@@ -365,7 +380,20 @@ def _words(value: Any) -> Any:
 
 
 def _settings_of(group: Any) -> dict[str, Any]:
-    return {s.name: getattr(group, s.field) for s in settings().values() if isinstance(group, s.group)}
+    return {
+        s.name: getattr(group, s.field)
+        for s in settings().values()
+        if isinstance(group, s.group) and hasattr(group, s.field)
+    }
+
+
+def _has(data: str, name: str) -> bool:
+    """Whether the data's model has a setting, if it is one of a model."""
+    return settings()[name].group is not TransformerConfig or hasattr(model_class(data), name)
+
+
+def _data_name(data: Any) -> Any:
+    return data.name if isinstance(data, DataConfig) else data
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,6 +426,8 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in ("regime", "size"):
             settings()[name].check(value)
+        if name != "size" and not _has(values["data"], name):
+            raise ConfigError(f"{name}: models of {values['data']} have no such field")
     if values["data"] != "folder" and values["image_size"] != defaults["image_size"]:
         got, wanted = values["image_size"], defaults["image_size"]
         raise ConfigError(f"image_size: got {got}, wanted {wanted}: {values['data']} has no other")
@@ -407,13 +437,14 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
             given[setting.group][setting.field] = values[setting.name]
     return {
         "data": DataConfig(**given[DataConfig]),
-        "model": _model(given[ViTConfig], values.get("size", "tiny"), values["image_size"]),
+        "model": _model(model_class(values["data"]), given[TransformerConfig], values),
         "optim": OptimConfig(**given[OptimConfig]),
         "run": RunConfig(**given[RunConfig]),
     }
 
 
-def _model(given: dict[str, Any], size: Any, image_size: int) -> ViTConfig:
+def _model(kind: type[TransformerConfig], given: dict[str, Any], values: dict[str, Any]) -> TransformerConfig:
+    size = values.get("size", "tiny")
     if not isinstance(size, str) or size not in SIZES:
         raise ConfigError(f"size: got {shown(size)}, wanted one of {', '.join(SIZES)}")
     given = given | ({"regime": _regimes(given["regime"])} if "regime" in given else {})
@@ -421,9 +452,10 @@ def _model(given: dict[str, Any], size: Any, image_size: int) -> ViTConfig:
     if "dim" in given:
         num_heads = max(1, given["dim"] // 64)
     try:
-        return ViTConfig(**({"dim": dim, "num_heads": num_heads, "image_size": image_size} | given))
+        from_data = {"image_size": values["image_size"]} if kind is ViTConfig else {}
+        return kind(**({"dim": dim, "num_heads": num_heads} | from_data | given))
     except ValueError as error:
-        raise ConfigError(one_line(error).removeprefix("ViTConfig: ")) from None
+        raise ConfigError(one_line(error).removeprefix(f"{kind.__name__}: ")) from None
 
 
 def _regimes(value: Any) -> str | tuple[str, ...]:

@@ -22,21 +22,27 @@ def forward(model: Callable, inputs: Tensor, precision: str) -> tuple[Tensor, Te
 
 
 def loss_of(scores: Tensor, targets: Tensor, label_smoothing: float, reduction: str = "sum") -> Tensor:
-    return F.cross_entropy(scores, targets, label_smoothing=label_smoothing, reduction=reduction)
+    """Of class scores [b, classes], or of those of every byte [b, n, bytes]; "none" gives one per sample."""
+    losses = F.cross_entropy(
+        scores.flatten(0, -2), targets.flatten(), label_smoothing=label_smoothing, reduction=reduction
+    )
+    return losses.view(targets.shape).flatten(1).sum(1) if losses.dim() and targets.dim() > 1 else losses
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module, run: Callable, data: Data, distributed: Distributed, config: TrainConfig
 ) -> EpochMetrics:
-    """On the test images, without augmentation. run(model, images) gives scores and ratios."""
+    """On the test data, without augmentation. run(model, inputs) gives scores and ratios."""
     model.eval()
-    sums, labels = MetricSums(config.model.depth, distributed.device), data.test.labels
-    batches, weights = _batches(len(labels), distributed, config.optim.batch_size)
-    for samples, weight, images in zip(batches, weights, data.test.batches(batches), strict=True):
-        scores, ratios = run(model, distributed.to_device(images))
-        weight, targets = distributed.to_device(weight).to(scores.dtype), distributed.to_device(labels[samples])
-        losses = loss_of(scores, targets, config.optim.label_smoothing, "none")
+    sums = MetricSums(config.model.depth, distributed.device)
+    batches, weights = _batches(len(data.test), distributed, config.optim.batch_size)
+    # The loss of text is the entropy that bits per byte are made of, whatever it is trained with.
+    smoothing = 0.0 if config.data.name == "text" else config.optim.label_smoothing or 0.0
+    for weight, batch in zip(weights, data.test.batches(batches), strict=True):
+        scores, ratios = run(model, distributed.to_device(batch.inputs))
+        weight, targets = distributed.to_device(weight).to(scores.dtype), distributed.to_device(batch.targets)
+        losses = loss_of(scores, targets, smoothing, "none")
         sums.add((losses * weight).sum(), scores, targets, ratios, weight)
     return sums.means(distributed)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from overtone._deprecated import accepts_renamed
+from overtone.spectrum import fold
 from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo
 from overtone.training.data.image_folder import image_files, read_image
+from overtone.training.data.text import TextInfo
 from overtone.training.errors import ConfigError, DataError, machine_errors
 from overtone.training.model import load_config, load_info, load_model
 
@@ -48,6 +50,8 @@ def predict(
     """
     if batch_size < 1 or num_workers < 1:
         raise ConfigError(f"predict: got batch_size={batch_size}, num_workers={num_workers}, wanted at least 1")
+    if isinstance(load_info(run), TextInfo):
+        raise ConfigError(f"{run}: a run of text: it continues prompts, and classifies no images")
     with machine_errors():
         config, info, model = load_config(run), load_info(run), load_model(run).to(_device(device))
         found = list(_files(images))
@@ -56,6 +60,52 @@ def predict(
             with machine_errors():
                 part = _classified(found[start : start + batch_size], model, config, info, pool)
             yield from part
+
+
+def continue_text(
+    run: str | Path,
+    prompt: str,
+    *,
+    max_new_bytes: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+) -> str:
+    """What the model of a text run writes after the prompt.
+
+    Args:
+        run: the run's folder, or its model.safetensors.
+        prompt: the text before; the model sees at most the last context_length bytes of it and of its own text.
+        max_new_bytes: how many bytes to write.
+        temperature: divides the logits; 0 always takes the likeliest byte.
+        top_k: draw from so many of the likeliest bytes; default: from all.
+        seed: of the draws; default: torch's own generator.
+        device: where the model runs, such as "cuda".
+    """
+    if not isinstance(load_info(run), TextInfo):
+        raise ConfigError(f"{run}: a run of images: it classifies images, and continues no text")
+    if not prompt or max_new_bytes < 1:
+        raise ConfigError(f"predict: got a prompt of {len(prompt)} letters and max_new_bytes={max_new_bytes}, "
+                          "wanted at least 1 of each")  # fmt: skip
+    where = _device(device)
+    with machine_errors():
+        model: Any = fold(load_model(run).to(where))
+    text = list(prompt.encode("utf-8", "surrogateescape"))
+    first, context = len(text), model.config.context_length
+    draws = None if seed is None else torch.Generator(where).manual_seed(seed)
+    while (missing := first + max_new_bytes - len(text)) > 0:
+        # When the context is full, its second half is what the model goes on from.
+        window = text[-(context - 1) :] if len(text) < context else text[-max(1, context // 2) :]
+        new = min(missing, context - len(window))
+        try:
+            tokens = model.generate(
+                torch.tensor([window], device=where), new, temperature=temperature, top_k=top_k, generator=draws
+            )
+        except (ValueError, TypeError, FloatingPointError) as error:
+            raise ConfigError(str(error).removeprefix("GPT.generate: ")) from None
+        text += tokens[0, len(window) :].tolist()
+    return bytes(text[first:]).decode("utf-8", "replace")
 
 
 @torch.inference_mode()

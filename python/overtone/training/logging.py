@@ -81,12 +81,11 @@ class Progress:
             dynamic_ncols=True,
         )
 
-    def show(self, step: int, metrics: EpochMetrics | None, images_per_second: float) -> None:
+    def show(self, step: int, metrics: EpochMetrics | None, rate: float, unit: str) -> None:
         """metrics: of the epoch so far; None leaves those that are shown."""
         if metrics is not None:
             means = f"loss {metrics.loss:.3f}, accuracy {metrics.accuracy:.1%}"
-            rate = f"{images_per_second:.0f} images/s"
-            self._bar.set_postfix_str(f"{means}, {rate}, HFC/LFC {profile(metrics.ratios)}", refresh=False)
+            self._bar.set_postfix_str(f"{means}, {rate:.0f} {unit}/s, HFC/LFC {profile(metrics.ratios)}", refresh=False)
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:

@@ -12,27 +12,29 @@ from overtone import models
 from overtone.training import checkpoint
 from overtone.training.config import TrainConfig
 from overtone.training.data import DataInfo
+from overtone.training.data.text import BYTES, TextInfo
 from overtone.training.errors import CheckpointError, ConfigError, machine_errors, one_line
 
 
-def build_model(config: TrainConfig, info: DataInfo) -> models.VisionTransformer:
+def build_model(config: TrainConfig, info: DataInfo | TextInfo) -> Any:
     """With the weights that the seed decides. torch's generator is left as it was."""
     with torch.random.fork_rng([]):
         torch.manual_seed(config.run.seed)
         try:
-            return models.VisionTransformer(
-                config.model.replace(in_channels=info.channels, num_classes=len(info.classes))
-            )
+            wanted: Any = config.model
+            if isinstance(info, TextInfo):
+                return models.GPT(wanted.replace(vocab_size=BYTES))
+            return models.VisionTransformer(wanted.replace(in_channels=info.channels, num_classes=len(info.classes)))
         except ValueError as error:
             raise ConfigError(one_line(error)) from None
 
 
-def save_model(folder: Path, config: TrainConfig, info: DataInfo, weights: dict[str, Tensor]) -> None:
+def save_model(folder: Path, config: TrainConfig, info: DataInfo | TextInfo, weights: dict[str, Tensor]) -> None:
     state = {"config": config.to_dict(), "data": info._asdict()}
     checkpoint.write_tensors(folder / checkpoint.WEIGHTS, weights, state)
 
 
-def load_model(run: str | Path) -> models.VisionTransformer:
+def load_model(run: str | Path) -> Any:
     """The trained model of a run, ready to use (eval mode, on the CPU).
 
     Args:
@@ -52,14 +54,23 @@ def load_model(run: str | Path) -> models.VisionTransformer:
     return model.eval()
 
 
-def _check_size(path: Path, config: TrainConfig, info: DataInfo, tensors: dict[str, Tensor]) -> None:
+def _check_size(path: Path, config: TrainConfig, info: DataInfo | TextInfo, tensors: dict[str, Tensor]) -> None:
     """Before a model is built, which a file that names another size could make too large for the machine."""
-    head = tensors.get("head.weight", torch.empty(0, 0))
+
+    def size(name: str, axis: int) -> int:
+        shape = tensors[name].shape if name in tensors else ()
+        return shape[axis] if axis < len(shape) else 0
+
+    model = config.model
     sizes = {
-        "depth": (config.model.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
-        "classes": (len(info.classes), len(head)),
-        "dim": (config.model.dim, head.shape[-1]),
+        "depth": (model.depth, len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})),
+        "dim": (model.dim, size("pos_embed", 2)),
+        "mlp_ratio": (int(model.dim * model.mlp_ratio), size("blocks.0.mlp.fc1.weight", 0)),
     }
+    if isinstance(info, TextInfo):
+        sizes["context_length"] = (model.context_length, size("pos_embed", 1))  # type: ignore[attr-defined]
+    else:
+        sizes["classes"] = (len(info.classes), size("head.weight", 0))
     for name, (said, found) in sizes.items():
         if said != found:
             raise CheckpointError(
@@ -73,11 +84,12 @@ def load_config(run: str | Path) -> TrainConfig:
     return TrainConfig.from_saved(_part(path, "config"), str(path))
 
 
-def load_info(run: str | Path) -> DataInfo:
+def load_info(run: str | Path) -> Any:
     """What a run's model knows about its data: classes, channels, mean and standard deviation of the pixels."""
     path = _weights_file(run)
     try:
-        return DataInfo(**_part(path, "data"))
+        part = _part(path, "data")
+        return TextInfo(**part) if "source" in part else DataInfo(**part)
     except TypeError as error:
         raise CheckpointError(f"{path}: damaged: {one_line(error)}") from None
 

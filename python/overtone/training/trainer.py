@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overtone.models import GPTConfig
 from overtone.spectrum import condition_numbers
 from overtone.training import checkpoint, logging, rng
 from overtone.training.config import OptimConfig, TrainConfig
-from overtone.training.data import Data, identity
+from overtone.training.data import Batch, Data, identity
 from overtone.training.data.augment import augment
 from overtone.training.distributed import Distributed
 from overtone.training.errors import ConfigError, DivergedError, machine_errors
@@ -44,6 +45,13 @@ class TrainResult(NamedTuple):
     def test_accuracy(self) -> float:
         """After the last epoch; no epoch is chosen by its test accuracy."""
         return self.history[-1]["test_accuracy"]
+
+    def summary(self) -> str:
+        """The last epoch in a few words."""
+        last = self.history[-1]
+        if "test_bits_per_byte" in last:
+            return f"test: {last['test_bits_per_byte']:.3f} bits per byte, perplexity {last['test_perplexity']:.3f}"
+        return f"test accuracy {self.test_accuracy:.2%}"
 
 
 def train(config: TrainConfig, folder: str | Path, *, resume: bool = False, progress: bool = True) -> TrainResult:
@@ -107,6 +115,8 @@ class Trainer:
         self.device = distributed.device
         self.dtype = torch.float64 if config.optim.precision == "float64" else torch.float32
         self.steps_per_epoch = self._steps_per_epoch()
+        is_text = isinstance(config.model, GPTConfig)
+        self.targets_per_sample = config.model.context_length if is_text else 1  # type: ignore[attr-defined]
         self.model = build_model(config, data.info).to(self.device, self.dtype)
         if config.run.compile:
             # A graph per shape, whatever came before it, and torch's own random numbers: resuming stays exact.
@@ -119,18 +129,19 @@ class Trainer:
         self.history: list[logging.Row] = []
         self.sums = MetricSums(config.model.depth, self.device)  # of the epoch that is under way
         self.seconds = 0.0  # of the epoch that is under way, in all sessions
-        self.images_here, self.seconds_here = 0, 0.0  # of this session
+        self.targets_here, self.seconds_here = 0, 0.0  # of this session
         self.look_steps = 1 if self.device.type == "cpu" and distributed.world_size == 1 else LOOK_STEPS
         self.pending: PendingLook | None = None
 
     def _steps_per_epoch(self) -> int:
-        batch, images = self.config.optim.batch_size, len(self.data.train.labels)
+        batch, samples = self.config.optim.batch_size, len(self.data.train)
         parts = self.config.optim.grad_accumulation * self.distributed.world_size
         if batch % parts:
             raise ConfigError(f"batch_size: got {batch}, wanted a multiple of grad_accumulation × processes = {parts}")
-        if images < batch:
-            raise ConfigError(f"batch_size: got {batch}, wanted at most the {images} training images")
-        return images // batch
+        if samples < batch:
+            what = "training images" if self.data.info.unit == "images" else "windows of the training text"
+            raise ConfigError(f"batch_size: got {batch}, wanted at most the {samples} {what}")
+        return samples // batch
 
     @property
     def steps(self) -> int:
@@ -156,21 +167,23 @@ class Trainer:
         checkpoint.write_text(self.folder / CONFIG, self.config.to_json())
         checkpoint.write_text(self.folder / identity.LIST, self.images.listed)
         if progress:
-            train, test = (len(images.labels) for images in (self.data.train, self.data.test))
-            print(f"data: {train} training and {test} test images ({self.data.origin})", file=sys.stderr)
+            train, test = self.data.train.total, self.data.test.total
+            print(f"data: {train} training and {test} test {self.data.info.unit} ({self.data.origin})", file=sys.stderr)
 
     def _epoch(self, epoch: int) -> None:
         batches = self._batches(epoch)
-        images = self.data.train.batches(part for batch in batches for part in batch)
+        parts = self.data.train.in_epoch(self.config.run.seed, epoch).batches(
+            part for batch in batches for part in batch
+        )
         checkpoint_steps = self.config.run.checkpoint_steps
         for batch in batches:
             start = time.perf_counter()
-            self._step(epoch, batch, images)
+            self._step(epoch, batch, parts)
             self.step += 1
             is_last = self.step % self.steps_per_epoch == 0
             is_kept = checkpoint_steps > 0 and self.step % checkpoint_steps == 0
             metrics = self._look(wait=is_last or is_kept)
-            self._count_time(time.perf_counter() - start, batch.numel() * self.distributed.world_size)
+            self._count_time(time.perf_counter() - start)
             self._report(metrics)
             if is_last:
                 assert metrics is not None
@@ -181,12 +194,12 @@ class Trainer:
     def _batches(self, epoch: int) -> Tensor:
         """This process's samples in what is left of the epoch, [steps, parts, samples]."""
         optim, distributed = self.config.optim, self.distributed
-        order = rng.permutation(len(self.data.train.labels), rng.ORDER, self.config.run.seed, epoch)
+        order = rng.permutation(len(self.data.train), rng.ORDER, self.config.run.seed, epoch)
         order = order[: self.steps_per_epoch * optim.batch_size]
         parts = order.view(self.steps_per_epoch, optim.grad_accumulation, distributed.world_size, -1)
         return parts[self.step % self.steps_per_epoch :, :, distributed.rank]
 
-    def _step(self, epoch: int, batch: Tensor, images: Iterator[Tensor]) -> None:
+    def _step(self, epoch: int, batch: Tensor, parts: Iterator[Batch]) -> None:
         """One step of the optimizer, on a batch [parts, samples]. Nothing in it waits for the device."""
         self.wrapped.train()
         losses = []
@@ -194,7 +207,7 @@ class Trainer:
             # Stochastic depth draws from torch's generator; whatever came before, this step draws the same.
             torch.manual_seed(rng.seed(rng.LAYERS, self.config.run.seed, self.step, part, self.distributed.rank))
             with self.distributed.gradients(self.wrapped, complete=part == len(batch) - 1):
-                losses.append(self._accumulate(epoch, samples, next(images)))
+                losses.append(self._accumulate(epoch, samples, next(parts)))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps_per_epoch, self.config.optim)
         limit = self.config.optim.clip_grad_norm or float("inf")
@@ -205,16 +218,16 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.step)
 
-    def _accumulate(self, epoch: int, samples: Tensor, images: Tensor) -> Tensor:
+    def _accumulate(self, epoch: int, samples: Tensor, batch: Batch) -> Tensor:
         """Add to the gradient; returns the loss of all samples together."""
         to_device, seed = self.distributed.to_device, self.config.run.seed
-        labels = to_device(self.data.train.labels[samples])
-        images = augment(to_device(images), to_device(samples), epoch, self.config.data, seed)
-        logits, ratios = self._forward(self.wrapped, images)
-        loss = loss_of(logits, labels, self.config.optim.label_smoothing)
-        # DDP and FSDP2 take the mean over processes; what is wanted is the mean over the images of all of them.
-        (loss * (self.distributed.world_size / self.config.optim.batch_size)).backward()
-        self.sums.add(loss, logits, labels, ratios)
+        targets = to_device(batch.targets)
+        inputs = augment(to_device(batch.inputs), to_device(samples), epoch, self.config.data, seed)
+        scores, ratios = self._forward(self.wrapped, inputs)
+        loss = loss_of(scores, targets, self.config.optim.label_smoothing or 0.0)
+        # DDP and FSDP2 take the mean over processes; what is wanted is the mean over the targets of all of them.
+        (loss * (self.distributed.world_size / (self.config.optim.batch_size * self.targets_per_sample))).backward()
+        self.sums.add(loss, scores, targets, ratios)
         return loss.detach()
 
     def _look(self, wait: bool) -> EpochMetrics | None:
@@ -250,24 +263,25 @@ class Trainer:
             "A lower learning_rate, more warmup_epochs or clip_grad_norm=1 usually helps"
         )
 
-    def _forward(self, model: Callable, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Class scores, and every layer's HFC/LFC, [layers, images]."""
+    def _forward(self, model: Callable, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and every layer's HFC/LFC, [layers, samples]."""
         try:
-            return forward(model, self.data.info.normalize(images, self.dtype), self.config.optim.precision)
+            return forward(model, self.data.info.prepare(inputs, self.dtype), self.config.optim.precision)
         except torch.linalg.LinAlgError as error:  # a spectrum's basis has become singular, in every process
             raise self._diverged(str(error), self.step, self.sums.means(self.distributed).loss) from None
 
-    def _count_time(self, seconds: float, images: int) -> None:
+    def _count_time(self, seconds: float) -> None:
         self.seconds += seconds
         self.seconds_here += seconds
-        self.images_here += images
+        self.targets_here += self.config.optim.batch_size * self.targets_per_sample
 
     def _report(self, metrics: EpochMetrics | None) -> None:
-        self.bar.show(self.step, metrics, self.images_here / self.seconds_here)
+        self.bar.show(self.step, metrics, self.targets_here / self.seconds_here, self.data.info.unit)
 
     def _finish_epoch(self, epoch: int, metrics: EpochMetrics) -> None:
         with self.ema.swapped_in() if self.ema is not None else contextlib.nullcontext():
             tested = evaluate(self.model, self._forward, self.data, self.distributed, self.config)
+        targets = self.steps_per_epoch * self.config.optim.batch_size * self.targets_per_sample
         row: logging.Row = {
             "epoch": epoch + 1,
             "step": self.step,
@@ -276,9 +290,10 @@ class Trainer:
             "train_accuracy": metrics.accuracy,
             "test_loss": tested.loss,
             "test_accuracy": tested.accuracy,
-            "images_per_second": self.steps_per_epoch * self.config.optim.batch_size / self.seconds,
+            f"{self.data.info.unit}_per_second": targets / self.seconds,
             "seconds": self.seconds,
         }
+        row |= self.data.info.means(tested.loss)
         row |= {logging.ratio_column(layer): ratio for layer, ratio in enumerate(tested.ratios, 1)}
         self.sums = MetricSums(self.config.model.depth, self.device)
         self.seconds = 0.0

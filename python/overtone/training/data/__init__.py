@@ -5,12 +5,24 @@ from __future__ import annotations
 import torch
 
 from overtone._deprecated import deprecated
+from overtone.models import GPTConfig
 from overtone.training import rng
 from overtone.training.config import TrainConfig
-from overtone.training.data.dataset import SPLIT, TEST_SHARE, Data, DataInfo, ImageSet, MemoryImages, split, stratified
+from overtone.training.data.dataset import (
+    SPLIT,
+    TEST_SHARE,
+    Batch,
+    Data,
+    DataInfo,
+    Dataset,
+    ImageSet,
+    MemoryImages,
+    split,
+    stratified,
+)
 from overtone.training.errors import DataError
 
-__all__ = ["Data", "DataInfo", "ImageSet", "load_data", "resolved"]
+__all__ = ["Batch", "Data", "DataInfo", "Dataset", "ImageSet", "load_data", "resolved"]
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -20,8 +32,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def load_data(config: TrainConfig) -> Data:
-    """Training images (the fraction of them that is asked for), test images, and what a model must know about them."""
+    """Training data (the fraction of them that is asked for), test data, and what a model must know about them."""
     wanted = config.data
+    if isinstance(config.model, GPTConfig):
+        from overtone.training.data.text import load_text
+
+        return load_text(config, config.model.context_length)
     if wanted.name == "digits":
         data = _digits()
     elif wanted.name == "folder":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,34 +16,69 @@ TEST_SHARE = 0.2  # of data that comes without a split
 SPLIT = f"{TEST_SHARE:.0%} of every class, at least one image, are test images, the same ones for every --seed"
 
 
-class ImageSet(Protocol):
-    """Images that may stay on disk until they are asked for."""
+class Batch(NamedTuple):
+    """What a model is given, as bytes, and what it should say, both in the host's memory."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Dataset(Protocol):
+    """Samples that may stay on disk until they are asked for."""
+
+    @property
+    def total(self) -> int:
+        """In the data's unit, images or bytes."""
+
+    def __len__(self) -> int: ...
+
+    def in_epoch(self, seed: int, epoch: int) -> Dataset:
+        """The samples as this epoch cuts them."""
+
+    def batches(self, batches: Iterable[Tensor]) -> Iterator[Batch]:
+        """The samples of one batch after the other, read ahead where reading is slow."""
+
+    def files(self) -> list[File]:
+        """What the samples are, in their order."""
+
+
+class ImageSet:
+    """Images with labels: the base of those in memory and in files."""
 
     labels: Tensor  # [n], int64
 
     def images(self, indices: Tensor) -> Tensor:
         """uint8 [b, channels, size, size]."""
+        return next(self.batches([indices])).inputs
 
-    def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """`images` of one batch after the other, read ahead where reading is slow."""
+    def batches(self, batches: Iterable[Tensor]) -> Iterator[Batch]:
+        raise NotImplementedError
 
-    def subset(self, indices: Tensor) -> ImageSet: ...
+    def subset(self, indices: Tensor) -> ImageSet:
+        raise NotImplementedError
 
     def files(self) -> list[File]:
-        """What the images are, in their order."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def total(self) -> int:
+        return len(self.labels)
+
+    def in_epoch(self, seed: int, epoch: int) -> ImageSet:
+        return self
 
 
-class MemoryImages:
+class MemoryImages(ImageSet):
     """Images that fit in memory."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self._images, self.labels = images, labels
 
-    def images(self, indices: Tensor) -> Tensor:
-        return self._images[indices]
-
-    def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        return map(self.images, batches)
+    def batches(self, batches: Iterable[Tensor]) -> Iterator[Batch]:
+        return (Batch(self._images[indices], self.labels[indices]) for indices in batches)
 
     def subset(self, indices: Tensor) -> MemoryImages:
         return MemoryImages(self._images[indices], self.labels[indices])
@@ -56,12 +91,23 @@ class MemoryImages:
 
 
 class DataInfo(NamedTuple):
-    """What a model must know about its data."""
+    """What a model must know about its images."""
 
     classes: list[str]
     channels: int
     mean: list[float]  # per channel, of pixels in [0, 1]
     std: list[float]
+
+    @property
+    def unit(self) -> str:
+        return "images"
+
+    def prepare(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.normalize(inputs, dtype)
+
+    def means(self, loss: float) -> dict[str, float]:
+        """What is reported besides the loss."""
+        return {}
 
     def normalise(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """`normalize`, under its name of one release ago."""
@@ -78,9 +124,9 @@ class DataInfo(NamedTuple):
 
 
 class Data(NamedTuple):
-    train: ImageSet
-    test: ImageSet
-    info: DataInfo
+    train: Any  # a Dataset; an ImageSet where the data are images
+    test: Any
+    info: Any  # a DataInfo, or a TextInfo
     origin: str = ""  # where the two sets come from, in words
 
 

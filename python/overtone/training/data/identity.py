@@ -43,7 +43,8 @@ def listed(data: Data) -> str:
         (what, file.label, file.size, found, file.name or f"all {what}")
         for (what, file), found in zip(files, hashes, strict=True)
     ]
-    rows += [("class", label, 0, "-", name) for label, name in enumerate(data.info.classes)]
+    classes = getattr(data.info, "classes", [])  # text has none
+    rows += [("class", label, 0, "-", name) for label, name in enumerate(classes)]
     return "".join("\t".join((*map(str, row[:-1]), json.dumps(row[-1]))) + "\n" for row in rows)
 
 
@@ -75,9 +76,10 @@ def difference(folder: Path, digest_before: str, now: str) -> str:
         "given another label": {key for key in both if old[key][1] != new[key][1]},
         "moved between training and test": {key for key in both if old[key][0] != new[key][0]},
     }
+    samples = "images" if any(is_class for is_class, _ in new) else "texts"
     return "; ".join(
         f"{noun} {what}: {_few(found)}"
-        for noun in ("classes", "images")
+        for noun in ("classes", samples)
         for what, keys in kinds.items()
         if (found := sorted(name for is_class, name in keys if is_class == (noun == "classes")))
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overtone.training.config import DataConfig
-from overtone.training.data.dataset import SPLIT, Data, DataInfo, split
+from overtone.training.data.dataset import SPLIT, Batch, Data, DataInfo, ImageSet, split
 from overtone.training.data.identity import File
 from overtone.training.errors import DataError, one_line, reason
 
@@ -25,24 +25,26 @@ TEST_FOLDERS = ("val", "test")
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-class FolderImages:
+class FolderImages(ImageSet):
     """Decoded by threads (Pillow lets them run at the same time), one batch ahead of its use."""
 
     def __init__(self, root: Path, paths: list[Path], labels: Tensor, size: int, num_workers: int) -> None:
         self.root, self.paths, self.labels, self.size, self.num_workers = root, paths, labels, size, num_workers
 
-    def images(self, indices: Tensor) -> Tensor:
-        return next(self.batches([indices]))
+    def batches(self, batches: Iterable[Tensor]) -> Iterator[Batch]:
+        def result() -> Batch:
+            labels, images = ahead.pop(0)
+            return Batch(torch.stack([image.result() for image in images]), labels)
 
-    def batches(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
         with ThreadPoolExecutor(self.num_workers) as pool:
-            ahead: list[list] = []
+            ahead: list[tuple[Tensor, list[Future]]] = []
             for indices in batches:
-                ahead.append([pool.submit(read_image, self.paths[index], self.size) for index in indices.tolist()])
+                images = [pool.submit(read_image, self.paths[index], self.size) for index in indices.tolist()]
+                ahead.append((self.labels[indices], images))
                 if len(ahead) == 2:
-                    yield _stacked(ahead.pop(0))
-            for batch in ahead:
-                yield _stacked(batch)
+                    yield result()
+            while ahead:
+                yield result()
 
     def subset(self, indices: Tensor) -> FolderImages:
         kept = [self.paths[index] for index in indices.tolist()]
@@ -56,10 +58,6 @@ class FolderImages:
             ]
         except OSError as error:
             raise DataError(f"folder: not readable: {error.filename}: {reason(error)}") from None
-
-
-def _stacked(futures: list) -> Tensor:
-    return torch.stack([future.result() for future in futures])
 
 
 def read_image(path: Path, size: int, channels: int = 3) -> Tensor:
