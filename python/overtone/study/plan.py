@@ -40,10 +40,10 @@ QUICK = {"dim": 32, "num_heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "
 
 # Language models on the documentation that Python brings; their depth is not that of the images' models.
 TEXT_RECIPE: dict[str, Any] = {
-    "dim": 48, "num_heads": 3, "depth": 6, "context_length": 128, "epochs": 1, "batch_size": 16, "learning_rate": 2e-3,
+    "dim": 48, "num_heads": 3, "depth": 6, "context_length": 128, "epochs": 2, "batch_size": 16, "learning_rate": 2e-3,
     "warmup_epochs": 0.1, "init_eigenvalue": 0.4,
 }  # fmt: skip
-TEXT_QUICK = {"dim": 16, "num_heads": 2, "context_length": 32, "train_fraction": 0.02, "batch_size": 8}
+TEXT_QUICK = {"dim": 16, "num_heads": 2, "epochs": 1, "context_length": 32, "train_fraction": 0.02, "batch_size": 8}
 TEXT_MODELS = {"free": "GPT", "smooth": "GPT⁺", "sharpen": "GPT⁻"}
 
 # β of mimetic initialization: the usual one, and the size at which the spectra of the digits' recipe start.
@@ -129,7 +129,7 @@ class Plan:
             parts: what is compared besides the regimes, of PARTS and OPTIONAL_PARTS.
             depths: in layers, of the comparison of depths; DEPTHS, or (4, 8) where quick.
             methods: of METHODS, for the comparison of methods; all of them.
-            long: more depths, and both kinds of spectra on text.
+            long: more depths, and both kinds of spectra on text and in mixed models.
         """
         if data not in RECIPES:
             raise ConfigError(f"data: got {data!r}, wanted one of {', '.join(RECIPES)}")
@@ -202,7 +202,8 @@ class Plan:
         half, rest = self.config.model.depth // 2, self.config.model.depth - self.config.model.depth // 2
         for label, first, second in (("−, then free", "sharpen", "free"), ("free, then −", "free", "sharpen")):
             config = self.regime_config(",".join([first] * half + [second] * rest))
-            found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]
+            found += [(f"{label}, V Λ Vᵀ", config)]
+            found += [(f"{label}, V Λ V⁻¹", config.replace(kind="general"))] if self.long else []
         return found
 
     def _text(self) -> list[tuple[str, TrainConfig]]:
