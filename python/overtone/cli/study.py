@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--parts", nargs="*", metavar="NAME", help="compare besides the regimes: depth, kinds, text, methods"
     )
-    parser.add_argument("--long", action="store_true", help="more depths (4 8 16 24 32), V Λ V⁻¹ also on text and mixed")
+    parser.add_argument("--long", action="store_true", help="also 4 to 32 layers, V Λ V⁻¹ on text and mixed")
     parser.add_argument("--quick", action="store_true", help="one seed, a smaller model, 2 epochs: under a minute")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (reports/study-NAME)")
     parser.set_defaults(run=run)
