@@ -1,5 +1,5 @@
 # Every target sets up what it needs by itself: .venv in this clone, pinned requirements, the extension, editable.
-#     make setup | study | test | bench | docs | lint | clean          PYTHON=python3.11 names another Python
+#     make setup | study | test | test-fast | bench | docs | lint | wheel | clean          PYTHON=python3.11 names another Python
 PYTHON ?= python3
 RUN := .venv/bin/python
 CPP := $(shell find csrc $(wildcard tests/cuda/emulator) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -10,14 +10,16 @@ export PYTHON
 # Another environment's packages must not mix with those of .venv.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup study test bench docs lint clean clean-all always
+.PHONY: help setup study test test-fast bench docs lint wheel clean clean-all always
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make study   trains ViT, ViT⁺ and ViT⁻ on digits and writes the report: minutes"
 	@echo "make test    lints and runs every test"
+	@echo "make test-fast  lints and runs the tests to run before a commit: two minutes"
 	@echo "make bench   compares with eager PyTorch and torch.compile"
 	@echo "make docs    builds the documentation: build/docs/index.html"
+	@echo "make wheel   builds dist/*.whl for this Python"
 	@echo "make lint    checks style and types only"
 	@echo "make setup   prepares .venv and builds the extension; the targets above do it by themselves"
 	@echo "make clean   removes what was built; make clean-all removes .venv too"
@@ -38,6 +40,18 @@ docs: setup
 # A process per core, a file at a time; threads that wait for work must not spin on the other process's core.
 test: setup lint
 	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+
+# One file of tests per op and layer; what builds, trains, compiles with inductor or starts processes is left to `test`.
+FAST := tests/reference tests/nn/test_modules.py tests/nn/test_spectrum.py tests/cli/test_cli.py tests/project/test_layers.py \
+  tests/project/test_deprecated.py tests/project/test_public_names.py $(addprefix tests/ops/test_,frequency.py linear.py \
+  basis.py backends.py registry.py) tests/ops/linalg/test_qr.py
+test-fast: setup lint
+	@OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n auto --dist loadfile -m "not slow" $(FAST) $(PYTEST_ARGS)
+
+# For a package index, the wheels of all Pythons: cibuildwheel, configured in pyproject.toml.
+wheel: .venv/requirements.done
+	@$(RUN) -m build --wheel --no-isolation --outdir dist .
+	@ls -sh dist/*.whl
 
 # mypy sees the package as setup.py maps it: three folders as one.
 lint: .venv/requirements.done

@@ -35,12 +35,24 @@ def pytest_terminal_summary(terminalreporter) -> None:
     counts, skips = _by_group(terminalreporter.stats)
     if not counts:
         return
+    terminalreporter.section("slowest files")
+    for seconds, group in sorted(_seconds(terminalreporter.stats), reverse=True)[:10]:
+        terminalreporter.line(f"{seconds:7.1f} s  {group}")
     terminalreporter.section("groups")
     for group, outcomes in sorted(counts.items()):
         text = ", ".join(f"{outcomes[name]} {name}" for name in OUTCOMES if outcomes[name])
         terminalreporter.line(f"{group:<40} {text}")
         for reason, count in sorted(skips[group].items()):
             terminalreporter.line(f"    skipped {count}: {reason}")
+
+
+def _seconds(stats: dict[str, list]) -> list[tuple[float, str]]:
+    """Per file, fixtures included."""
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    return [(total, group) for group, total in seconds.items()]
 
 
 def _by_group(stats: dict[str, list]) -> tuple[dict[str, Counter], dict[str, Counter]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 import overtone as ot
-from overtone import _C
+from overtone import hardware
 from overtone.benchmarks.harness.case import Call
 from overtone.benchmarks.harness.timing import Plan, interleave
 
@@ -34,7 +34,7 @@ def bound(solver, a: torch.Tensor) -> tuple[Call, bool]:
     """The call, after it ran once, and whether it went to LAPACK."""
     call = Call(lambda _: solver(a, backend="cpu"))
     call.run(None)
-    return call, _C.last_kernel().endswith("/lapack")
+    return call, hardware.last_kernel().endswith("/lapack")
 
 
 def fit(name: str, dtype: torch.dtype, lanes: int) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64):
         lanes = {"baseline": 16, "avx2": 32}.get(
-            _C.isa(), 64
+            hardware.isa() or "", 64
         ) // dtype.itemsize  # above AVX-512 are levels of its lanes
         for name in SOLVERS:
             fit(name, dtype, lanes)

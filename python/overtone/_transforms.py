@@ -28,6 +28,11 @@ def differentiating() -> bool:
     return any(level in (_C._functorch.TransformType.Grad, _C._functorch.TransformType.Jvp) for level in levels)
 
 
+def active() -> bool:
+    """Whether a transform of torch.func or a forward-mode AD level is open."""
+    return forward_ad._current_level >= 0 or _C._are_functorch_transforms_active()
+
+
 def tracked(args: tuple) -> bool:
     """Whether the derivative of a result is wanted by a transform of this level, or by forward-mode AD."""
     if torch.is_grad_enabled() and _C._are_functorch_transforms_active() and _C._any_requires_grad(*args):

@@ -9,7 +9,17 @@ import sys
 
 from overtone import _extension
 
-__all__ = ["BF16_REMEDY", "available_isas", "bf16_matmul_works", "isa", "last_kernel", "set_isa", "thread_latency"]
+__all__ = [
+    "BF16_REMEDY",
+    "available_isas",
+    "bf16_matmul_works",
+    "build_info",
+    "cpu_features",
+    "isa",
+    "last_kernel",
+    "set_isa",
+    "thread_latency",
+]
 
 BF16_REMEDY = "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported"
 
@@ -22,6 +32,17 @@ def available_isas() -> list[str]:
 def isa() -> str | None:
     """The instruction set the CPU kernels use; None without the extension."""
     return _extension.module.isa() if _extension.module else None
+
+
+def build_info() -> dict[str, str]:
+    """How the extension was built, or under "missing" why there is none."""
+    return _extension.module.build_info() if _extension.module else {"missing": _extension.load_error}
+
+
+def cpu_features() -> list[str]:
+    """What this CPU has of the instructions the kernels are built for; empty without the extension."""
+    features = _extension.module.cpu_features() if _extension.module else {}
+    return [name for name, present in features.items() if present]
 
 
 def set_isa(name: str) -> None:

@@ -17,18 +17,27 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from overtone import _transforms as transforms
 from overtone import _validate as validate
-from overtone.ops.basis import BasisCache, inverse_basis, orthonormal_basis
-from overtone.reference.spectrum import SIGNS
-from overtone.types import Spectrum
+from overtone.ops.basis import (
+    BasisCache,
+    BasisResult,
+    inverse_basis_ex,
+    orthonormal_basis,
+    orthonormal_basis_ex,
+    too_large,
+)
+from overtone.types import SIGNS, Spectrum
 
 __all__ = [
     "BasisCache",
+    "BasisStatus",
     "FixedSpectrum",
     "GeneralSpectrum",
     "Guarantee",
     "SpectrumModule",
     "SymmetricSpectrum",
+    "basis_status",
     "condition_numbers",
     "evaluate",
     "fold",
@@ -52,6 +61,9 @@ class SpectrumModule(nn.Module):
 
     basis: nn.Parameter
     raw_eigenvalues: nn.Parameter
+    #: What the latest training step said of the basis' condition; nan if it was singular or not finite. No state.
+    condition: Tensor
+    max_condition = math.inf
 
     def __init__(self, dim: int, regime: str, bounded: bool, device, dtype) -> None:
         super().__init__()
@@ -63,6 +75,7 @@ class SpectrumModule(nn.Module):
         self.bounded = validate.flag(name, "bounded", bounded)
         self.basis = nn.Parameter(torch.empty(dim, dim, device=device, dtype=dtype))
         self.raw_eigenvalues = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.register_buffer("condition", torch.ones((), device=device), persistent=False)
         self._cache = BasisCache()
         self.reset_parameters()
 
@@ -105,8 +118,8 @@ class SpectrumModule(nn.Module):
         return type(self).bases, self.dim, validate.accumulate_dtype(self.basis.dtype), self.basis.device
 
     @staticmethod
-    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        """basis_in and basis_out of every member of a group, [members, dim, dim] each."""
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, BasisResult]:
+        """basis_in and basis_out of every member of a group, [members, dim, dim] each, the second with conditions."""
         raise NotImplementedError
 
     def forward(self) -> Spectrum:
@@ -141,9 +154,9 @@ class SymmetricSpectrum(SpectrumModule):
         return (1 / size.clamp(SMALLEST, 1) - 1).sqrt() if self.bounded else size.sqrt()
 
     @staticmethod
-    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
-        q = orthonormal_basis(matrices, cache)
-        return q, q.mT
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, BasisResult]:
+        q, condition = orthonormal_basis_ex(matrices, cache)
+        return q, BasisResult(q.mT, condition)
 
 
 class GeneralSpectrum(SpectrumModule):
@@ -188,11 +201,11 @@ class GeneralSpectrum(SpectrumModule):
         return *super().group(), self.max_condition, self.condition_limit
 
     @staticmethod
-    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, Tensor]:
+    def bases(matrices: Tensor, members: Sequence[SpectrumModule], cache: BasisCache) -> tuple[Tensor, BasisResult]:
         first = cast(GeneralSpectrum, members[0])
         if first.condition_limit is not None:
             matrices = well_conditioned(matrices, first.condition_limit, cache)
-        return matrices, inverse_basis(matrices, first.max_condition, cache)
+        return matrices, inverse_basis_ex(matrices, first.max_condition, cache)
 
 
 def well_conditioned(matrices: Tensor, limit: float, cache: BasisCache) -> Tensor:
@@ -250,10 +263,48 @@ def evaluate(spectra: Sequence[SpectrumModule], cache: BasisCache) -> list[Spect
     for places in groups.values():
         members = [spectra[place] for place in places]
         matrices = torch.stack([_wide(spectrum.basis) for spectrum in members])
-        bases_in, bases_out = (bases.unbind(0) for bases in members[0].bases(matrices, members, cache))
+        first, (second, condition) = members[0].bases(matrices, members, cache)
+        if matrices.requires_grad and torch.is_grad_enabled() and not transforms.active():
+            _remember(members, condition.detach())
+        bases_in, bases_out = first.unbind(0), second.unbind(0)
         eigenvalues = [spectrum.eigenvalues() for spectrum in members]
         results |= dict(zip(places, map(Spectrum, bases_in, eigenvalues, bases_out), strict=True))
     return [results[place] for place in range(len(spectra))]
+
+
+@torch.no_grad()
+def _remember(members: Sequence[SpectrumModule], condition: Tensor) -> None:
+    """On the device: nobody waits for it."""
+    torch._foreach_copy_([member.condition for member in members], list(condition.unbind(0)))
+
+
+class BasisStatus(NamedTuple):
+    """What the latest training step said of a model's bases. The numbers stay on the device until somebody reads them.
+
+    On a GPU a singular basis, or one that is not finite, makes a step's results nan without an error, for which the
+    host would have to wait. Whoever fetches the loss can fetch `conditions` with it, and call `check`.
+    """
+
+    names: tuple[str, ...]  #: of the spectra
+    limits: tuple[float, ...]  #: what their conditions may be
+    conditions: Tensor  #: [spectra]; nan for a basis that is singular or not finite
+
+    def check(self, conditions: Tensor | None = None) -> None:
+        """Raise LinAlgError for the first bad basis. `conditions`: the same numbers, fetched earlier."""
+        found = (self.conditions if conditions is None else conditions).tolist()
+        for name, limit, condition in zip(self.names, self.limits, found, strict=True):
+            if not math.isfinite(condition):
+                raise torch.linalg.LinAlgError(f"{name or 'spectrum'}: basis is singular or not finite")
+            if condition > limit:
+                raise torch.linalg.LinAlgError(f"{name or 'spectrum'}: basis {too_large(condition, limit)}")
+
+
+def basis_status(model: nn.Module) -> BasisStatus:
+    """The conditions of all bases of the model after its latest training step, without waiting for the device."""
+    found = {name: part for name, part in model.named_modules() if isinstance(part, SpectrumModule)}
+    conditions = [part.condition.float() for part in found.values()]
+    stacked = torch.stack([x.to(conditions[0].device) for x in conditions]) if conditions else torch.empty(0)
+    return BasisStatus(tuple(found), tuple(part.max_condition for part in found.values()), stacked)
 
 
 class FixedSpectrum(nn.Module):
@@ -333,11 +384,17 @@ class Guarantee(NamedTuple):
     lowest: float
     highest: float
     outside: int  #: eigenvalues outside the interval
+    condition: float = 1.0  #: of the basis at the latest training step; not finite if it was singular or not finite
 
     def __str__(self) -> str:
         interval = "[-1, 0)" if self.regime == "sharpen" else "(0, inf)"
-        verdict = "guaranteed" if self.holds else f"NOT guaranteed: {self.outside} eigenvalues outside {interval}"
+        verdict = "guaranteed" if self.holds else f"NOT guaranteed: {self._reason(interval)}"
         return f"{self.name or 'spectrum'}: {self.regime}, λ from {self.lowest:.3g} to {self.highest:.3g}, {verdict}"
+
+    def _reason(self, interval: str) -> str:
+        if not math.isfinite(self.condition):
+            return "its basis is singular or not finite"
+        return f"{self.outside} eigenvalues outside {interval}"
 
 
 @torch.no_grad()
@@ -353,8 +410,11 @@ def guarantees(model: nn.Module) -> list[Guarantee]:
 def _guarantee(name: str, spectrum: SpectrumModule) -> Guarantee:
     eigenvalues = spectrum.eigenvalues()
     inside = (eigenvalues >= -1) & (eigenvalues < 0) if spectrum.regime == "sharpen" else eigenvalues > 0
-    low, high = (bound.item() for bound in eigenvalues.aminmax())
-    return Guarantee(name, spectrum.regime, bool(inside.all()), low, high, int((~inside).sum()))
+    low, high, outside, condition = torch.stack(
+        [x.double() for x in (*eigenvalues.aminmax(), (~inside).sum(), spectrum.condition)]
+    ).tolist()
+    holds = outside == 0 and math.isfinite(condition)
+    return Guarantee(name, spectrum.regime, holds, low, high, int(outside), condition)
 
 
 def _wide(x: Tensor) -> Tensor:

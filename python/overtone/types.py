@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# The sign of the eigenvalues of a regime.
+SIGNS = {"sharpen": -1, "smooth": 1}
+
 
 class FrequencyNorms(NamedTuple):
     """Frobenius norms of the low- and high-frequency components, one pair per sample."""

@@ -20,6 +20,7 @@ import torch
 from support import optional
 from support.attention_models import Model
 
+import overtone as ot
 from overtone import cli
 from overtone.cli import sources
 from overtone.cli.sources import Images, Source, SourceError, Words
@@ -85,7 +86,7 @@ def test_images_of_a_folder(capsys, tmp_path, picture):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nowhere"], "'nowhere': got neither a run's folder nor one of timm:NAME, hf:NAME"),
+        (["nowhere"], "'nowhere': got neither a folder of a run or of ot.models.save, nor one of timm:NAME, hf:NAME"),
         (["mine:x", "--images", "/no/such/folder"], "got no folder, wanted one with images"),
         (["hf:no-such-type/x.json"], "hf:no-such-type/x.json: got neither a folder or file with a configuration"),
         (["hf:bert2"], "nor a type that transformers knows; did you mean bert"),
@@ -151,6 +152,23 @@ def test_kinds_of_hugging_face(tmp_path, capsys, kind):
     assert status == 0, err
     assert len(re.findall(r"^ *[0-9]+  ", out, re.MULTILINE)) == 3
     assert ("keys are not computed from its tokens" in out) == (kind in ("t5", "bart"))
+
+
+def test_saved_models(tmp_path, capsys):
+    blocks = {"dim": 16, "num_heads": 2, "depth": 2}
+    ot.models.save(ot.models.gpt(30, 12, "smooth", **blocks), tmp_path / "gpt")
+    config = ot.models.ViTConfig(image_size=8, patch_size=4, num_classes=3, **blocks)
+    ot.models.save(ot.models.VisionTransformer(config), tmp_path / "vit")
+    for kind in ("gpt", "vit"):
+        status, out, err = run(capsys, str(tmp_path / kind), "--samples", "2", "--no-report")
+        assert status == 0, err
+        assert len(re.findall(r"^ *[0-9]+  ", out, re.MULTILINE)) == 3
+    (tmp_path / "gpt" / "model.safetensors").write_bytes(b"short")
+    status, _, err = run(capsys, str(tmp_path / "gpt"), "--no-report")
+    assert status == 2 and "model.safetensors: " in err.splitlines()[-1]
+    (tmp_path / "gpt" / "model.safetensors").unlink()
+    status, _, err = run(capsys, str(tmp_path / "gpt"), "--no-report")
+    assert status == 2 and "model.safetensors: there is no such file" in err.splitlines()[-1]
 
 
 def test_models_that_cannot_be_read_are_refused_before_any_work(tmp_path, capsys, monkeypatch):
@@ -310,8 +328,8 @@ def test_a_run_is_loaded_through_its_three_functions(tmp_path, monkeypatch):
     """The interface between `overtone train` and this command."""
     training = ModuleType("overtone.training.model")
     training.load_model = lambda folder: Picture()
-    training.load_config = lambda folder: SimpleNamespace(image_size=28)
-    training.load_info = lambda folder: SimpleNamespace(channels=1, mean=[0.1], std=[0.3])
+    training.load_config = lambda folder: SimpleNamespace(data=SimpleNamespace(image_size=28))
+    training.load_info = lambda folder: SimpleNamespace(classes=["a"], channels=1, mean=[0.1], std=[0.3])
     monkeypatch.setitem(sys.modules, "overtone.training.model", training)
     assert sources.load(str(tmp_path)).takes == Images(1, 28, 28, (0.1,), (0.3,))
 

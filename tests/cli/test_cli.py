@@ -34,7 +34,7 @@ def test_every_command_has_help(capsys, command):
     assert len(capsys.readouterr().out.splitlines()) > 3
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["info", "--nonsense"], ["study", "--seeds", "x"]])
+@pytest.mark.parametrize("arguments", [["nonsense"], ["info", "--nonsense"], ["study", "--seeds", "x"]])
 def test_a_mistake_is_one_line_and_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -51,6 +51,18 @@ def test_a_backend_that_cannot_run_is_one_line_and_status_2(capsys):
     error = capsys.readouterr().err
     assert error.startswith("overtone study: spectral_attention: backend 'cuda' cannot run")
     assert len(error.splitlines()) == 1
+
+
+def test_without_a_command_it_greets_and_shows_where_to_begin(capsys):
+    text = run(capsys)
+    assert ot.__version__ in text and text.count("\n  overtone ") == 3
+    for name, status in ot.backends().items():
+        assert f"  {name} " in text and status.detail in text
+
+
+@pytest.mark.parametrize("command", cli.FIRST_COMMANDS)
+def test_the_first_commands_are_understood(command):
+    assert callable(cli.parser().parse_args(command.split()[1:]).run)
 
 
 def test_the_version(capsys):

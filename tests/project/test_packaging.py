@@ -57,6 +57,22 @@ torch.testing.assert_close(compiled(x), ot.reference.frequency_filter(x, 0.5, 2.
 """
 
 
+CONSUMER = """
+import torch
+import overtone as ot
+
+x = torch.randn(2, 5, 6)
+norms: ot.FrequencyNorms = ot.frequency_norms(x)
+ratio: torch.Tensor = norms.ratio
+values: torch.Tensor = ot.linalg.eigh(x @ x.mT).eigenvalues
+model = ot.models.vit_tiny(16, 4, num_classes=3, regime="sharpen")
+handle = ot.reparameterize(model, regime="smooth")
+handle.restore()
+with ot.use_backend("reference"):
+    y: torch.Tensor = ot.de_escalate(x, tau=0.5)
+"""
+
+
 def environment(**switches: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in SWITCHES}, **switches}
 
@@ -250,6 +266,18 @@ class TestPureWheel:
         wheel = next(pure_distributions.glob("*.whl"))
         assert wheel.name.endswith("-py3-none-any.whl")
         assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+    def test_types_reach_a_consumer(self, installed_pure):
+        """A module of a user's type-checks against the installed wheel, and a mistake in it is found."""
+        module = installed_pure.folder / "consumer.py"
+        module.write_text(CONSUMER)
+        check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", installed_pure.python, module)
+        run_well(*check, cwd=installed_pure.folder)
+        module.write_text(CONSUMER + 'ot.frequency_norms("tokens")\n')
+        result = run(*check, cwd=installed_pure.folder)
+        assert result.returncode == 1 and 'Argument 1 to "frequency_norms"' in result.stdout, (
+            result.stdout + result.stderr
+        )
 
     def test_runs_on_the_reference_and_says_so_once(self, installed_pure):
         lines = installed_pure.run("-c", RUN_AN_OP.format(backend="")).splitlines()

@@ -266,6 +266,7 @@ def test_an_interrupted_step_is_done_again(clone):
         ("bench", "-m overtone bench"),
         ("docs", "-m sphinx"),
         ("test", "-m pytest"),
+        ("test-fast", "-m pytest"),
         ("lint", "-m ruff check"),
     ],
 )

@@ -14,6 +14,12 @@ from overtone.backends import BackendError
 
 COMMANDS = ("info", "kernels", "bench", "train", "predict", "analyze", "study")
 
+FIRST_COMMANDS = {
+    "overtone study": "train ViT, ViT⁺ and ViT⁻ on digits; tables and figures (minutes)",
+    "overtone analyze timm:vit_tiny_patch16_224": "does a model oversmooth, where, and why?",
+    "overtone bench --quick": "our ops beside PyTorch's, each checked",
+}
+
 Number = TypeVar("Number", int, float)
 
 
@@ -25,9 +31,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="overtone", description="Fused kernels that steer a Transformer's smoothing.")
+    top = _Parser(
+        prog="overtone",
+        description="Fused kernels that steer a Transformer's smoothing. Without a command: what this machine can do.",
+        epilog="exit status: 0 success; 1 a check failed or a run ended badly; 2 a mistake in the request, or the "
+        "machine refused it; 130 interrupted",
+    )
     top.add_argument("--version", action="version", version=f"overtone {__version__}")
-    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(f"overtone.cli.{name}").add_parser(commands)
     return top
@@ -35,7 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 when a check failed, 2 for a mistake in what was asked."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments = top.parse_args(argv)
+    if arguments.command is None:
+        arguments.command, arguments.run = "info", greet
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
@@ -51,6 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(arguments.command, f"{place}{error.strerror or error}")
     except KeyboardInterrupt:
         return 130
+
+
+def greet(_: argparse.Namespace) -> int:
+    """What `overtone` alone says: the version, the machine, and where to begin."""
+    from overtone import backends
+
+    print(f"overtone {__version__}: kernels that steer a Transformer's smoothing through its eigenspectrum\n")
+    print("This machine:")
+    for name, status in backends().items():
+        print(f"  {name:<10} {'yes' if status.available else 'no':<4} {status.detail}")
+    print("\nThree commands to try:")
+    for command, purpose in FIRST_COMMANDS.items():
+        print(f"  {command:<46} {purpose}")
+    print("\nAll commands: overtone --help. What to paste into a bug report: overtone info --json")
+    return 0
 
 
 def fail(command: str, message: str, status: int = 2) -> int:

@@ -11,7 +11,7 @@ import platform
 import torch
 
 import overtone
-from overtone import _extension
+from overtone import hardware
 from overtone.backends import SUPPORT
 
 VARIABLES = ("TRITON_INTERPRET", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -40,7 +40,7 @@ def collect() -> dict[str, dict]:
         "versions": _versions(),
         "torch": _torch_build(),
         "cpu": _cpu(),
-        "extension": _extension_build(),
+        "extension": hardware.build_info(),
         "backends": {name: status._asdict() for name, status in overtone.backends().items()},
         "kernels": {op: _kernels_of(op) for op in SUPPORT},
         "environment": _environment(),
@@ -74,20 +74,13 @@ def _torch_build() -> dict[str, str | int]:
 
 
 def _cpu() -> dict[str, str | int | list[str]]:
-    module = _extension.module
     machine: dict[str, str | int | list[str]] = {"architecture": platform.machine(), "cores": os.cpu_count() or 0}
-    if module is not None:
-        features = module.cpu_features()
-        machine["features"] = [name for name, present in features.items() if present]
-        machine["level in use"] = module.isa()
-        machine["levels here"] = module.available_isas()
+    level = hardware.isa()
+    if level is not None:
+        machine["features"] = hardware.cpu_features()
+        machine["level in use"] = level
+        machine["levels here"] = hardware.available_isas()
     return machine
-
-
-def _extension_build() -> dict[str, str]:
-    if _extension.module is None:
-        return {"missing": _extension.load_error}
-    return _extension.module.build_info()
 
 
 def _kernels_of(op: str) -> dict[str, list[str]]:

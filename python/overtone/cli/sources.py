@@ -1,9 +1,9 @@
 """Models by name, and inputs for them: what `overtone analyze` takes.
 
-A source is `timm:NAME`, `hf:CONFIG`, or the folder of a run of `overtone train`. Each has a loader: it takes the text
-after the prefix and whether pretrained weights are wanted, and returns the model and what the model takes. A model is
-first built on the meta device, without memory: what is too large, or has no attention that can be read, is refused
-before any work. Your own:
+A source is `timm:NAME`, `hf:CONFIG`, or a folder: of a run of `overtone train`, or of `ot.models.save`. Each prefix has
+a loader: it takes the text after it and whether pretrained weights are wanted, and returns the model and what the model
+takes. A model is first built on the meta device, without memory: what is too large, or has no attention that can be
+read, is refused before any work. Your own:
 
     overtone.cli.sources.LOADERS["mine"] = lambda name, pretrained: Source(model, Images(3, 224, 224))
 """
@@ -11,6 +11,7 @@ before any work. Your own:
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class Words(NamedTuple):
     vocabulary: int
     most_tokens: int
     has_decoder: bool = False  # it takes two sequences; the same one is given twice
+    name: str = "input_ids"  # of the argument
 
 
 class Inputs(NamedTuple):
@@ -66,9 +68,9 @@ def load(name: str, *, pretrained: bool = False) -> Source:
     if separator and prefix in LOADERS and rest:
         return LOADERS[prefix](rest, pretrained)
     if Path(name).exists():
-        return _load_run(name)
+        return _load_saved(name) if _is_saved(Path(name)) else _load_run(name)
     known = ", ".join(f"{prefix}:NAME" for prefix in LOADERS)
-    raise SourceError(f"{name!r}: got neither a run's folder nor one of {known}")
+    raise SourceError(f"{name!r}: got neither a folder of a run or of ot.models.save, nor one of {known}")
 
 
 def first_line(error: Exception) -> str:
@@ -180,6 +182,31 @@ def _taken_by(name: str, config: Any) -> Images | Words:
     return Images(getattr(config, "num_channels", 3), height, width)
 
 
+def _is_saved(folder: Path) -> bool:
+    """Whether ot.models.save has written the folder; a run of `overtone train` has another config.json."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and str(fields.get("model_type")).startswith("overtone")
+
+
+def _load_saved(folder: str) -> Source:
+    """What ot.models.save has written."""
+    from overtone import models
+
+    try:
+        model = models.load(folder)
+    except (ValueError, OSError, ImportError) as error:
+        raise SourceError(f"{folder}: {first_line(error)}") from error
+    config: Any = model.config
+    if isinstance(model, models.GPT):
+        takes: Images | Words = Words(config.vocab_size, config.context_length, name="tokens")
+    else:
+        takes = Images(config.in_channels, config.image_size, config.image_size)
+    return Source(model, takes, "weights as they were saved")
+
+
 def _load_run(folder: str) -> Source:
     """A run of `overtone train`, with its test images."""
     try:
@@ -257,7 +284,7 @@ def inputs(source: Source, samples: int, *, batch_size: int, tokens: int, seed: 
     if isinstance(takes, Images):
         return Inputs(made.split(batch_size), f"{samples} image{'s' * (samples > 1)} of noise (seed {seed})")
     words = f"{samples} sequence{'s' * (samples > 1)} of {made.shape[1]} random tokens (seed {seed})"
-    names = ("input_ids", "decoder_input_ids") if takes.has_decoder else ("input_ids",)
+    names = (takes.name, f"decoder_{takes.name}") if takes.has_decoder else (takes.name,)
     return Inputs([dict.fromkeys(names, part) for part in made.split(batch_size)], words)
 
 

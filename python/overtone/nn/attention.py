@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overtone import _validate as validate
 from overtone import reference
 from overtone._deprecated import accepts_renamed
-from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_plain
+from overtone.nn.linear import apply_linear, has_global_hooks, is_fusible, is_ordinary, is_plain
 from overtone.ops.attention import QKV, folded_attention, mean_of_values
 from overtone.ops.frequency import frequency_norms
 from overtone.ops.linear import linear
@@ -285,7 +285,7 @@ def _is_readable(spectrum: nn.Module) -> bool:
     own forward."""
     if not is_plain(spectrum, *KINDS.values()) or has_global_hooks():
         return False
-    return type(spectrum.basis) in (nn.Parameter, Tensor)
+    return is_ordinary(spectrum.basis)
 
 
 def _add_to_residual(

@@ -24,6 +24,8 @@ from overtone.backends import NOT_BY_KERNELS, BackendError, active_backend, trit
 
 LIBRARY = torch.library.Library("overtone", "DEF")
 
+OPS: dict[str, Op] = {}  # what is registered, by name
+
 
 def schema_digest(folder: Path) -> str:
     """A name for what the sources in `folder` say."""
@@ -74,6 +76,7 @@ class Op:
 
 def register(op: Op) -> None:
     """Make torch.ops.overtone.<op.name>."""
+    OPS[op.name] = op
     LIBRARY.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"overtone::{op.name}", op.fake, lib=LIBRARY)
     if op.triton is not None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from overtone.reference.linalg import inverse, qr
-from overtone.types import Spectrum
-
-SIGNS = {"sharpen": -1, "smooth": 1}
+from overtone.types import SIGNS, Spectrum
 
 
 def symmetric(theta: Tensor, psi: Tensor, regime: str = "sharpen", bounded: bool = False) -> Spectrum:

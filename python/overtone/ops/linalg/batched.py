@@ -28,12 +28,12 @@ def in_full_precision(function: Callable) -> Callable:
     return call
 
 
-# A pass takes R from the Cholesky factor of AᵀA, which squares the condition number κ; rounding makes it indefinite
-# where κ² reaches 1/ε. A shift of the size of that rounding, s, keeps it definite and brings κ down by about √s.
-# Two passes without a shift finish: the first from κ < 1/√ε to rounding · κ², the second to rounding.
-# float32: the first pass is in float64, where no κ that float32 can express is too much. float64: κ = 10¹³ takes two
-# passes with a shift.
-_PASSES = {torch.float32: ("wide", "plain", "plain"), torch.float64: ("shifted", "shifted", "plain", "plain")}
+# CholeskyQR: a pass takes R from the Cholesky factor of AᵀA, which squares the condition number κ; rounding makes it
+# indefinite where κ² reaches 1/ε. A shift of the size of that rounding, s, keeps it definite and brings κ down by about
+# √s, a factor of 100 and more in float32 and of 10⁶ in float64: two passes with a shift take the largest κ that the
+# dtype can express to one that is harmless. Two without finish: the first from there to rounding · κ², the second to
+# rounding. All in the matrices' own dtype: consumer GPUs multiply float64 at 1/64 of float32's rate.
+_SHIFTED_PASSES, _PLAIN_PASSES = 2, 2
 
 
 @in_full_precision
@@ -42,8 +42,11 @@ def orthonormal(a: Tensor) -> tuple[Tensor, Tensor]:
     scale = _column_scale(a)  # Q does not depend on it, and κ may be due to it alone
     q = a * scale[..., None, :]
     r = torch.diag_embed(1 / scale)
-    for kind in _PASSES[a.dtype]:
-        factor = _factor(q, kind)
+    for number in range(_SHIFTED_PASSES + _PLAIN_PASSES):
+        gram = q.mT @ q
+        if number < _SHIFTED_PASSES:
+            gram = gram + torch.diag_embed(_shift(gram, q.shape[-2])[..., None].expand(gram.shape[:-1]))
+        factor = torch.linalg.cholesky_ex(gram, upper=True).L
         q = torch.linalg.solve_triangular(factor, q, upper=True, left=False)
         r = factor @ r
     return q, r.triu()
@@ -56,15 +59,6 @@ def _column_scale(a: Tensor) -> Tensor:
     # 2^-e may be infinite where e is not.
     limit = 126 if a.dtype == torch.float32 else 1022
     return torch.ldexp(torch.ones_like(largest), (-exponent).clamp(-limit, limit))
-
-
-def _factor(q: Tensor, kind: str) -> Tensor:
-    """The upper triangular factor of one pass, in q's dtype."""
-    wide = q.double() if kind == "wide" else q
-    gram = wide.mT @ wide
-    if kind != "plain":
-        gram = gram + torch.diag_embed(_shift(gram, q.shape[-2])[..., None].expand(gram.shape[:-1]))
-    return torch.linalg.cholesky_ex(gram, upper=True).L.to(q.dtype)
 
 
 def _shift(gram: Tensor, rows: int) -> Tensor:
