@@ -32,11 +32,14 @@ ROOT = Path(__file__).resolve().parent
 MAPPED = {"overtone.benchmarks": "benchmarks", "overtone.triton_kernels": "triton_kernels"}
 # What is compiled once per instruction set: headers below csrc/cpu, and names from csrc/cpu/isa/isa.h.
 VECTOR_ISAS = ("baseline", "avx2", "avx512")
+BF16_ISAS = ("avx512_bf16", "amx", "avx512_bf16_emulated", "amx_emulated")
 KERNELS = {
     "attention/kernels.h": VECTOR_ISAS,
-    "attention/amx_kernels.h": ("amx", "amx_emulated"),
+    "attention/bf16_kernels.h": BF16_ISAS,
     "frequency/kernels.h": VECTOR_ISAS,
+    "layer_norm/kernels.h": VECTOR_ISAS,
     "linear/kernels.h": VECTOR_ISAS,
+    "linear/bf16_kernels.h": BF16_ISAS,
     "linalg/eig/kernels.h": VECTOR_ISAS,
     "linalg/eigh/kernels.h": VECTOR_ISAS,
     "linalg/inverse/kernels.h": VECTOR_ISAS,

@@ -44,6 +44,7 @@ MODULES = (
     "linalg.qr",
     "linalg.inverse",
     "dominance",
+    "layer_norm",
     "linear",
     "module",
     "step",

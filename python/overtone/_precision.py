@@ -62,3 +62,13 @@ def _legacy_precision() -> str | None:
     except RuntimeError:  # the new switches were used
         return None
     return None if precision == "highest" else precision
+
+
+def autocast(x: Any) -> Any:
+    """A tensor in autocast's dtype where that is on; float64 stays, as in autocast itself."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    device = x.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

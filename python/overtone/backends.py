@@ -94,9 +94,9 @@ SUPPORT: dict[str, dict[str, Support]] = {
         "cpu": Support(FLOATS),
         "triton": Support((torch.float32, torch.bfloat16, torch.float16), _triton_attention),
     },
-    # Products of bf16 and fp16 are torch's: it has instructions for them.
-    "linear": {"cpu": Support(WIDE)},
-    "mlp": {"cpu": Support(WIDE)},
+    "linear": {"cpu": Support(FLOATS)},
+    "mlp": {"cpu": Support(FLOATS)},
+    "rounded_layer_norm": {"cpu": Support((torch.float32,))},
     "eig": {"cpu": Support(WIDE)},
     "eigvals": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eig"))},
     "eigh": {"cpu": Support(WIDE), "cuda": Support(WIDE, _cuda_solver("eigh"))},

@@ -101,7 +101,9 @@ def test_small_cases_of_the_new_files_agree(monkeypatch):
     assert passed(extremal._case(2, 140, 2.0))
 
 
-@pytest.mark.parametrize(("level", "measure"), [("baseline", "reference"), ("amx_emulated", "sdpa")])
+@pytest.mark.parametrize(
+    ("level", "measure"), [("baseline", "reference"), ("avx512_bf16_emulated", "sdpa"), ("amx_emulated", "sdpa")]
+)
 def test_bfloat16_attention_is_measured_by_what_rounds_as_it_does(cpu_kernels, level, measure):
     before = cpu_kernels.isa()
     cpu_kernels.set_isa(level)

@@ -39,8 +39,9 @@ def plain_project(self, x, spectrum=None):
 
 
 def plain_attend(
-    self, qkv, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, values_0=None, return_norms=False
-):
+    self, qkv, spectrum=None, *, residual=None, attn_mask=None, is_causal=False, values_0=None, sample_scale=None,
+    tokens=None, return_norms=False,
+):  # fmt: skip
     query, key, value, _ = qkv
     masks = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": self.scale}
     weights = ot.reference.attention_weights(query, key, head_gain=self.head_gain, **masks)
@@ -57,6 +58,7 @@ def plain_attend(
         _, eigenvalues, basis = self.own_spectrum(spectrum)
         y = (heads * eigenvalues.to(heads.dtype)) @ basis.to(heads.dtype)
         y = y if self.bias is None else y + self.bias
+    y = y if sample_scale is None else sample_scale[:, None, None] * y
     y = y if residual is None else residual + y
     return (y, ot.reference.frequency_norms(y)) if return_norms else y
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import overtone as ot
-from overtone.ops import attention, basis, linear
+from overtone.ops import attention, basis, layer_norm, linear
 from overtone.ops.linalg import inverse
 
 SIZES = (0, 1, 3)
@@ -94,8 +94,18 @@ def sweep_linear(dtype) -> None:
             for shape in ((hidden, inputs), (hidden,), (outputs, hidden), (outputs,))
         )
         backward(linear.linear(x, w1, b1), linear.linear(x, w1), linear.mlp(x, w1, b1, w2, b2))
+        residual = random(2, tokens, outputs, dtype=torch.promote_types(dtype, torch.float32), needs=needs[0])
+        wide = (w.detach().to(residual.dtype).requires_grad_(needs[1]) for w in (w1, b1, w2, b2))
+        backward(linear.mlp(x, *wide, residual=residual))
         with torch.no_grad():
             linear.mlp(x, w1, b1, w2, b2)
+
+
+def sweep_layer_norm(dtype) -> None:
+    for (tokens, channels), needs in itertools.product(sizes(2), NEEDS):
+        x = random(2, tokens, channels, dtype=dtype, needs=needs[0])
+        weight, bias = (random(channels, dtype=dtype, needs=needs[1]) for _ in range(2))
+        backward(layer_norm.rounded_layer_norm(x, weight, bias))
 
 
 def sweep_matrices(dtype) -> None:
@@ -125,6 +135,8 @@ SWEEPS = [
     (sweep_attention, torch.float32),
     (sweep_attention, torch.bfloat16),
     (sweep_linear, torch.float32),
+    (sweep_linear, torch.bfloat16),
+    (sweep_layer_norm, torch.float32),
     (sweep_matrices, torch.float64),
 ]
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overtone as ot
 from overtone import _C
-from overtone.ops import attention, linear
+from overtone.ops import attention, layer_norm, linear
 from overtone.ops.linalg.inverse import inverse, inverse_ex
 
 Call = tuple[Any, list[Any]]  # an op and its arguments
@@ -62,9 +62,10 @@ def valid_calls() -> list[Call]:
     with Recorder() as recorder:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             _call_token_ops(dtype)
-        for dtype in (torch.float32, torch.float64):
             _call_products(dtype)
+        for dtype in (torch.float32, torch.float64):
             _call_solvers(dtype)
+        layer_norm.rounded_layer_norm(_leaf(3, 40), _leaf(40), _leaf(40)).sum().backward()
     names = {func.name().partition(".")[0] for func, _ in recorder.calls}
     missing = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if _is_ours(name)} - names
     assert not missing, f"no call was recorded of {sorted(missing)}: add one"
@@ -113,6 +114,8 @@ def _call_products(dtype: torch.dtype) -> None:
     linear.linear(x, w1, b1).sum().backward()
     linear.linear(x, w1, None).sum().backward()
     linear.mlp(x, w1, b1, w2, b2).sum().backward()
+    residual = _leaf(6, 4, dtype=torch.promote_types(dtype, torch.float32))
+    linear.mlp(x, w1, b1, w2, b2, residual=residual).sum().backward()
 
 
 def _call_solvers(dtype: torch.dtype) -> None:
@@ -221,7 +224,7 @@ def fuzz(calls: list[Call], count: int, seed: int) -> Counter[str]:
 def main() -> None:
     count, seed = int(sys.argv[1]), int((sys.argv[2:] or ["0"])[0])
     torch.manual_seed(seed)
-    levels = [*_C.available_isas(), "amx_emulated"]
+    levels = [*_C.available_isas(), "avx512_bf16_emulated", "amx_emulated"]
     outcomes: Counter[str] = Counter()
     for level in levels:
         _C.set_isa(level)

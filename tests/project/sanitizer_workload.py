@@ -16,7 +16,7 @@ from support import shapes
 
 import overtone as ot
 from overtone import _C
-from overtone.ops import linear
+from overtone.ops import layer_norm, linear
 from overtone.ops.linalg.inverse import inverse_ex
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -188,22 +188,37 @@ def exercise_linear(size: tuple[int, ...], dtype: torch.dtype, layout: str) -> i
         for rows, columns in ((tokens, inputs), (hidden, inputs), (outputs, hidden))
     )
     b1, b2 = (torch.randn(2 * n, dtype=dtype)[::2].requires_grad_() for n in (hidden, outputs))
+    wide = torch.promote_types(dtype, torch.float32)
+    residual = shapes.with_layout(torch.randn(tokens, outputs, dtype=wide), layout).requires_grad_()
     linear.linear(x, w1, b1, backend="cpu").sum().backward()
-    linear.mlp(x, w1, b1, w2, b2, backend="cpu").sum().backward()
+    linear.linear(x, w1.to(wide), backend="cpu").sum().backward()
+    linear.mlp(x, w1, b1, w2, b2, residual=residual, backend="cpu").sum().backward()
     with torch.no_grad():
         linear.mlp(x, w1, b1, w2, b2, backend="cpu")
-    return 5
+    return 7
 
 
-def exercise_tiles() -> int:
-    """bfloat16 attention on AMX's tiles: the machine's, if it has them, and emulated ones."""
+def exercise_layer_norm(size: tuple[int, ...]) -> int:
+    *_, channels = size
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in (size, channels, channels))
+    layer_norm.rounded_layer_norm(x, weight, bias).sum().backward()
+    return 2
+
+
+# Levels that multiply bfloat16; all their other kernels are those of another level.
+BF16_LEVELS = ("avx512_bf16", "amx", "avx512_bf16_emulated", "amx_emulated")
+
+
+def exercise_bfloat16() -> int:
+    """What multiplies bfloat16: the machine's own instructions, if it has them, and emulated ones."""
     calls = 0
-    for level in ("amx", "amx_emulated"):
-        if level == "amx" and level not in _C.available_isas():
+    for level in BF16_LEVELS:
+        if not level.endswith("emulated") and level not in _C.available_isas():
             continue
         _C.set_isa(level)
-        for size, dtype in itertools.product(LINEAR_SIZES, DTYPES[:2]):
-            calls += sum(exercise_linear(size, dtype, layout) for layout in shapes.LAYOUTS)
+        for size in LINEAR_SIZES:
+            calls += sum(exercise_linear(size, torch.bfloat16, layout) for layout in shapes.LAYOUTS)
+        assert _C.last_kernel().endswith(f"/{level}"), (_C.last_kernel(), level)
         fuzz_attention()
         calls += 2 * FUZZ_CALLS
         for size in ATTENTION_SIZES + EMPTY_ATTENTION_SIZES:
@@ -213,9 +228,9 @@ def exercise_tiles() -> int:
 
 
 def main() -> None:
-    calls = exercise_tiles()
+    calls = exercise_bfloat16()
     for level in _C.available_isas():
-        if level == "amx":  # other kernels are those of avx512 there
+        if level in BF16_LEVELS:
             continue
         _C.set_isa(level)
         for dtype, size, layout in itertools.product(DTYPES, SIZES + EMPTY_SIZES, shapes.LAYOUTS):
@@ -223,11 +238,12 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             for mask in (None, shapes.random_mask(size[:-1], generator), torch.zeros(size[:-1], dtype=torch.bool)):
                 calls += exercise(x, mask)
+        calls += sum(exercise_layer_norm(size) for size in SIZES + EMPTY_SIZES if size[-1] > 0)
         calls += sum(exercise_eig(size, dtype) for size in EIG_SIZES for dtype in DTYPES[:2])
         calls += sum(exercise_eigh(size, dtype) for size in EIGH_SIZES for dtype in DTYPES[:2])
         for size, dtype in itertools.product(ATTENTION_SIZES + EMPTY_ATTENTION_SIZES, DTYPES):
             calls += sum(exercise_attention(size, dtype, strided) for strided in (False, True))
-        for size, dtype in itertools.product(LINEAR_SIZES, DTYPES[:2]):
+        for size, dtype in itertools.product(LINEAR_SIZES, DTYPES):
             calls += sum(exercise_linear(size, dtype, layout) for layout in shapes.LAYOUTS)
         fuzz_attention()
         calls += 2 * FUZZ_CALLS

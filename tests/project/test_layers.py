@@ -55,6 +55,7 @@ CPP = {
     "simd": {"isa"},
     "gemm": {"isa", "simd"},
     "frequency": {"isa", "simd", "gemm"},
+    "layer_norm": {"isa", "simd"},
     "linear": {"isa", "simd", "gemm"},
     "linalg": {"isa", "simd", "gemm"},
     "attention": {"isa", "simd", "gemm", "frequency"},

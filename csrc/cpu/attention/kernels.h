@@ -50,7 +50,7 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 
 extern const AttentionKernels attention_kernels = {
     .isa = OVERTONE_ISA_NAME,
-    .uses_amx = false,
+    .is_bf16 = false,
     .feature_block = kFeatureBlock,
     .packing = panel_packing,
     .attention_forward = &attention_forward,

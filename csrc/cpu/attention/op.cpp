@@ -212,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> spectral_attention(
   const AttentionKernels& run = problem.kernels();
   const Tensor panels = packed_weight(run, problem, args, false);
   call.weight = panels.data_ptr();
-  call.query_block = query_block(problem.shape, run.uses_amx ? 32 : 8);
+  call.query_block = query_block(problem.shape, run.is_bf16 ? 32 : 8);
   call.norms_source = norms_source(problem, call, return_norms);
   // The norms are those of y before it is rounded.
   const bool keeps_unrounded = call.norms_source == NormsSource::unrounded;
@@ -280,7 +280,7 @@ void allocate_gradients(const Problem& problem, const Tensor& like, OutputMask w
   grads.addend = allocate(wanted.addend(), {shape.batch, shape.q_len, shape.num_heads, shape.head_dim});
 }
 
-// All tokens' gradients as the right operand of a product on AMX.
+// All tokens' gradients as the right operand of a product of bf16.
 Tensor packed_gradient(const AttentionKernels& run, const Problem& problem, const Tensor& grad_y) {
   PanelPacking packing;
   packing.source = {ElementType::float32, grad_y.data_ptr(), problem.shape.out_dim, 1};
@@ -292,7 +292,7 @@ Tensor packed_gradient(const AttentionKernels& run, const Problem& problem, cons
 void weight_backward(const Problem& problem, const AttentionKernels& run, const Saved& saved, const Tensor& grad_y,
                      Gradients& grads) {
   const std::optional<Tensor> packed_grad =
-      run.uses_amx ? std::optional<Tensor>(packed_gradient(run, problem, grad_y)) : std::nullopt;
+      run.is_bf16 ? std::optional<Tensor>(packed_gradient(run, problem, grad_y)) : std::nullopt;
   WeightBackward call;
   call.shape = problem.shape;
   call.is_float64 = problem.type == ElementType::float64;
@@ -309,7 +309,7 @@ Tensor out_backward(const Problem& problem, const Args& args, const AttentionKer
                     OutputMask wanted, Gradients& grads) {
   const AttentionShape& shape = problem.shape;
   const Tensor weight = packed_weight(run, problem, args, true);
-  const ScalarType type = run.uses_amx ? problem.dtype : problem.accumulate;
+  const ScalarType type = run.is_bf16 ? problem.dtype : problem.accumulate;
   const bool is_shared = wanted.addend() && type == problem.accumulate;
   Tensor grad_out = is_shared
                         ? grads.addend

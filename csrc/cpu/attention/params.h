@@ -45,7 +45,7 @@ struct AttentionMask {
 // Tokens of one item of out_backward, rows of the weight in one item of weight_backward.
 constexpr int64_t kTokenBlock = 192;
 constexpr int64_t kFeatureBlock = 48;
-constexpr int64_t kAmxFeatureBlock = 32;
+constexpr int64_t kBf16FeatureBlock = 32;
 
 // out = gain · softmax(scale · Q Kᵀ + mask) V + addend, for every head.
 struct AttentionProblem {
@@ -91,8 +91,8 @@ struct OutBackward {
   bool is_float64 = false;
   const void* grad_y = nullptr;  // [batch, q_len, out_dim] contiguous, of the accumulate type
   const void* weight = nullptr;  // weightᵀ, in panels
-  void* grad_out = nullptr;      // [batch, q_len, inner_dim], of the accumulate type; on AMX bf16
-  void* grad_addend = nullptr;   // on AMX the same before rounding, or null
+  void* grad_out = nullptr;      // [batch, q_len, inner_dim], of the accumulate type; in the bf16 kernels bf16
+  void* grad_addend = nullptr;   // in the bf16 kernels the same before rounding, or null
 
   int64_t items() const { return (shape.batch * shape.q_len + kTokenBlock - 1) / kTokenBlock; }
 };
@@ -103,7 +103,7 @@ struct WeightBackward {
   bool is_float64 = false;
   int64_t feature_block = kFeatureBlock;
   const void* grad_y = nullptr;
-  const void* packed_grad = nullptr;  // on AMX: grad_y, in panels
+  const void* packed_grad = nullptr;  // in the bf16 kernels: grad_y, in panels
   const void* attn_out = nullptr;
   void* grad_weight = nullptr;  // [inner_dim, out_dim] contiguous, of the accumulate type
 
@@ -124,7 +124,7 @@ struct AttentionBackward : AttentionProblem {
 
 struct AttentionKernels {
   const char* isa;
-  bool uses_amx;          // for bf16 alone
+  bool is_bf16;           // for bf16 alone
   int64_t feature_block;  // rows of the weight in one item of weight_backward
   PackingKernels packing;
   void (*attention_forward)(const AttentionForward&, WorkQueue&);

@@ -76,15 +76,16 @@ OVERTONE_INLINE void store_pair(Vector<float> first, Vector<float> second, BFloa
   std::memcpy(static_cast<void*>(out), &pair, sizeof pair);
 }
 
-// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each.
+// B's operand from a matrix of `depth` rows: column tiles, `depth_tiles` tiles each, of which the first `written` are
+// filled.
 inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, BFloat16* out,
-                           int64_t depth_tiles) {
+                           int64_t depth_tiles, int64_t written) {
   constexpr int kSize = kLanes<float>;
   with_type<float>(source.type, [=](auto element) {
     using T = decltype(element);
     for (int64_t column = 0; column < padded_to(columns, kTileSize); column += kSize) {
       BFloat16* tiles = out + column / kTileSize * depth_tiles * kTileElements + column % kTileSize * 2;
-      for (int64_t k = 0; k < depth_tiles * kTileDepth; k += kSize) {
+      for (int64_t k = 0; k < written * kTileDepth; k += kSize) {
         Vector<float> block[kSize];
         load_rows<T>(source, k, column, depth, columns, block);
         BFloat16* tile = tiles + k / kTileDepth * kTileElements + k % kTileDepth * kTileSize;
@@ -95,6 +96,11 @@ inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t c
       }
     }
   });
+}
+
+inline void pack_row_pairs(const StridedMatrix& source, int64_t depth, int64_t columns, BFloat16* out,
+                           int64_t depth_tiles) {
+  pack_row_pairs(source, depth, columns, out, depth_tiles, depth_tiles);
 }
 
 // The numbers (row, 2·word) and (row, 2·word + 1) of kLanes words, as they lie in a pair; zeros outside of `width`.

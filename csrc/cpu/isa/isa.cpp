@@ -23,7 +23,6 @@ constexpr const char* kNames[] = {OVERTONE_ISAS(OVERTONE_NAME)};
 #define OVERTONE_VECTORS(isa, ...) Isa::OVERTONE_ISA_COLUMN(VECTORS, isa),
 constexpr Isa kVectors[] = {OVERTONE_ISAS(OVERTONE_VECTORS)};
 #undef OVERTONE_VECTORS
-constexpr int kRealIsas = kIsas - 1;  // all but the emulated one
 
 #if defined(__x86_64__) && defined(__linux__)
 bool cpuid_has_amx() {
@@ -60,8 +59,7 @@ bool tiles_give_right_answers() {
 }
 
 bool machine_has_amx() {
-  static const bool has_amx =
-      cpuid_has_amx() && __builtin_cpu_supports("avx512bf16") && tiles_are_permitted() && tiles_give_right_answers();
+  static const bool has_amx = cpuid_has_amx() && tiles_are_permitted() && tiles_give_right_answers();
   return has_amx;
 }
 #elif defined(__x86_64__)
@@ -79,14 +77,17 @@ bool machine_has(Isa isa) {
     case Isa::avx512:
       return machine_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::avx512_bf16:
+      return machine_has(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
     case Isa::amx:
-      return machine_has(Isa::avx512) && machine_has_amx();
+      return machine_has(Isa::avx512_bf16) && machine_has_amx();
+    case Isa::avx512_bf16_emulated:
     case Isa::amx_emulated:
       return true;
   }
   return false;
 #else
-  return isa == Isa::baseline || isa == Isa::amx_emulated;
+  return isa == Isa::baseline || static_cast<int>(isa) >= kRealIsas;
 #endif
 }
 

@@ -6,29 +6,35 @@
 #include <string>
 #include <vector>
 
-// Every instruction set, lowest first; the emulated one, which only its name chooses, last.
-#define OVERTONE_ISAS(X, ...) \
-  X(baseline, __VA_ARGS__)    \
-  X(avx2, __VA_ARGS__)        \
-  X(avx512, __VA_ARGS__)      \
-  X(amx, __VA_ARGS__)         \
+// Every instruction set, lowest first; the emulated ones, which only their names choose, last.
+#define OVERTONE_ISAS(X, ...)          \
+  X(baseline, __VA_ARGS__)             \
+  X(avx2, __VA_ARGS__)                 \
+  X(avx512, __VA_ARGS__)               \
+  X(avx512_bf16, __VA_ARGS__)          \
+  X(amx, __VA_ARGS__)                  \
+  X(avx512_bf16_emulated, __VA_ARGS__) \
   X(amx_emulated, __VA_ARGS__)
 
-// Their rows: whose vectors it has, bytes of a vector, has AVX512-BF16, emulates AMX, what the compiler is told.
+// Their rows: whose vectors it has, bytes of a vector, has AVX512-BF16, multiplies bf16 on AMX's tiles, what the
+// compiler is told.
 #define OVERTONE_ISA_ROW_baseline (baseline, 16, 0, 0, "")
 #define OVERTONE_ISA_ROW_avx2 (avx2, 32, 0, 0, "avx2,fma,f16c")
 // F, BW, DQ, VL: every server since Skylake.
 #define OVERTONE_ISA_ROW_avx512 (avx512, 64, 0, 0, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
-// Products of bf16 on tiles (cpu/simd/amx.h). Every machine with AMX also rounds to bf16 in hardware.
-#define OVERTONE_ISA_ROW_amx (avx512, 64, 1, 0, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
-// AMX's tiles in plain C++: slow, the same on every machine, for tests of everything around the tile instructions.
+// Products of bf16 by vdpbf16ps (cpu/gemm/bf16.h): Cooper Lake, Zen 4.
+#define OVERTONE_ISA_ROW_avx512_bf16 (avx512, 64, 1, 0, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+// Products of bf16 on tiles (cpu/simd/amx.h): Sapphire Rapids. Every machine with AMX has AVX512-BF16 as well.
+#define OVERTONE_ISA_ROW_amx (avx512, 64, 1, 1, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+// The two above in plain C++: slow, the same on every machine, for tests of everything around their instructions.
+#define OVERTONE_ISA_ROW_avx512_bf16_emulated (baseline, 16, 0, 0, "")
 #define OVERTONE_ISA_ROW_amx_emulated (baseline, 16, 0, 1, "")
 
-#define OVERTONE_ISA_VECTORS(vectors, bytes, avx512bf16, emulates_amx, target) vectors
-#define OVERTONE_ISA_VECTOR_BYTES(vectors, bytes, avx512bf16, emulates_amx, target) bytes
-#define OVERTONE_ISA_HAS_AVX512BF16(vectors, bytes, avx512bf16, emulates_amx, target) avx512bf16
-#define OVERTONE_ISA_EMULATES_AMX(vectors, bytes, avx512bf16, emulates_amx, target) emulates_amx
-#define OVERTONE_ISA_TARGET(vectors, bytes, avx512bf16, emulates_amx, target) target
+#define OVERTONE_ISA_VECTORS(vectors, bytes, avx512bf16, uses_amx, target) vectors
+#define OVERTONE_ISA_VECTOR_BYTES(vectors, bytes, avx512bf16, uses_amx, target) bytes
+#define OVERTONE_ISA_HAS_AVX512BF16(vectors, bytes, avx512bf16, uses_amx, target) avx512bf16
+#define OVERTONE_ISA_USES_AMX(vectors, bytes, avx512bf16, uses_amx, target) uses_amx
+#define OVERTONE_ISA_TARGET(vectors, bytes, avx512bf16, uses_amx, target) target
 
 // OVERTONE_ISA_COLUMN(VECTORS, amx) is avx512.
 #define OVERTONE_ISA_COLUMN(column, isa) OVERTONE_ISA_COLUMN_(OVERTONE_ISA_##column, isa)
@@ -42,10 +48,11 @@ enum class Isa : int { OVERTONE_ISAS(OVERTONE_ENUMERATOR) };
 #undef OVERTONE_ENUMERATOR
 
 constexpr int kIsas = static_cast<int>(Isa::amx_emulated) + 1;
+constexpr int kRealIsas = static_cast<int>(Isa::amx) + 1;  // all but the emulated ones
 
 const char* isa_name(Isa isa);
 
-// Every instruction set this CPU and operating system can run, lowest first; not the emulated one.
+// Every instruction set this CPU and operating system can run, lowest first; not the emulated ones.
 std::vector<std::string> available_isas();
 
 // The one in use: the best available one that does not exceed the cap.

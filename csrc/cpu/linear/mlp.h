@@ -56,6 +56,9 @@ class MlpForwardBlocks {
       w2_.multiply({0, w2_.vectors, channel, depth}, rows, active_, kGroupLd<A>, channel == 0 ? b2_ : nullptr, y.sums,
                    w2_.ld());
     }
+    if (call_.residual.data != nullptr) {
+      add_residual(y.sums, token, rows);
+    }
     y.finish(rows);
     fill_up(token, rows);
   }
@@ -68,6 +71,18 @@ class MlpForwardBlocks {
     for (int64_t i = token; call_.pre != nullptr && i < token + rows; ++i) {
       A* row = static_cast<A*>(call_.pre) + i * shape_.stride;
       std::fill(row + w1_.ld(), row + shape_.stride, A{0});
+    }
+  }
+
+  void add_residual(A* sums, int64_t token, int64_t rows) const {
+    const int64_t stride = call_.residual.column_stride;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < shape_.outputs; j += kLanes<A>) {
+        const int lanes = static_cast<int>(std::min<int64_t>(kLanes<A>, shape_.outputs - j));
+        A* sum = sums + i * w2_.ld() + j;
+        const A* residual = call_.residual.at<A>(token + i, j);
+        store(load(static_cast<const A*>(sum), 1, lanes) + load(residual, stride, lanes), sum, lanes);
+      }
     }
   }
 

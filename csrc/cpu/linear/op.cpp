@@ -1,29 +1,37 @@
 // Linear layers and the MLP on CPU tensors: from the dispatcher to the kernels of the instruction set in use.
 // Shapes and types were validated by python/overtone/ops; what is checked here again is what memory safety needs.
-#include "cpu/linear/params.h"
-
+//
+// Products of bfloat16 go to kernels of their own where the instruction set has them; other halves are widened to
+// float32, multiplied and rounded: right, not fast.
 #include <tuple>
 
 #include "cpu/gemm/packed.h"
+#include "cpu/linear/bf16_op.h"
+#include "cpu/linear/params.h"
 #include "cpu/tensor.h"
 
 namespace overtone {
 namespace {
 
-StridedMatrix matrix(const Tensor& tensor, const char* op) {
-  return {element_type(tensor, op, "x"), tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
-}
-
-Tensor allocated_if(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {
-  return allocated(like, wanted ? size : std::vector<int64_t>{0});
-}
+using MaybeTensor = std::optional<Tensor>;
 
 void check_tokens(const Tensor& x, const char* op) {
   check_dims(x, 2, false, "x", op);
-  if (x.size(1) == 0 || (x.scalar_type() != ScalarType::Float && x.scalar_type() != ScalarType::Double)) {
-    fail(op, "x: got ", wanted_text(sizes_of(x), x.scalar_type(), false, true),
-         ", wanted float32 or float64 [tokens, channels] with channels");
+  element_type(x, op, "x");
+  if (x.size(1) == 0) {
+    fail(op, "x: got ", shape_text(sizes_of(x)), ", wanted [tokens, channels] with channels");
   }
+}
+
+ScalarType wide_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// x's type, or the wider one of its sums.
+void check_either(const Tensor& tensor, std::vector<int64_t> shape, const Tensor& x, bool contiguous, const char* name,
+                  const char* op) {
+  const ScalarType type = tensor.scalar_type() == wide_type(x) ? wide_type(x) : x.scalar_type();
+  check_tensor(tensor, {std::move(shape), type, contiguous}, name, op);
 }
 
 void check_weight(const Tensor& weight, int64_t inputs, const Tensor& x, const char* name, const char* op) {
@@ -31,11 +39,11 @@ void check_weight(const Tensor& weight, int64_t inputs, const Tensor& x, const c
   if (weight.size(0) == 0) {
     fail(op, name, ": got ", shape_text(sizes_of(weight)), ", wanted a matrix with rows");
   }
-  check_tensor(weight, {{weight.size(0), inputs}, x.scalar_type()}, name, op);
+  check_either(weight, {weight.size(0), inputs}, x, false, name, op);
 }
 
 void check_bias(const Tensor& bias, int64_t outputs, const Tensor& x, const char* name, const char* op) {
-  check_tensor(bias, {{outputs}, x.scalar_type(), true}, name, op);
+  check_either(bias, {outputs}, x, true, name, op);
 }
 
 // A layer's weight [outputs, inputs] in panels: for y, as the operand [inputs, outputs], or as it is for ∂x.
@@ -52,10 +60,6 @@ void multiply_tokens(const LinearKernels& run, const LinearForward& call) {
   parallel_items(call.items(), kLargeItems, [&](WorkQueue& queue) { run.linear_forward(call, queue); });
 }
 
-struct LayerGradients {
-  Tensor weight, bias;
-};
-
 // ∂W and ∂b of one layer; empty where they are not wanted.
 LayerGradients layer_gradients(const LinearKernels& run, bool wanted, WeightGradient call, const Tensor& like) {
   LayerGradients grads{allocated_if(wanted, like, {call.outputs, call.inputs}),
@@ -68,16 +72,12 @@ LayerGradients layer_gradients(const LinearKernels& run, bool wanted, WeightGrad
   return grads;
 }
 
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
-  constexpr const char* op = "linear";
-  check_tokens(x, op);
-  check_weight(weight, x.size(1), x, "weight", op);
+Tensor float_linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, const char* op) {
   LinearForward call;
   call.tokens = x.size(0);
   call.inputs = x.size(1);
   call.outputs = weight.size(0);
   if (bias.has_value()) {
-    check_bias(*bias, call.outputs, x, "bias", op);
     call.bias = bias->data_ptr();
   }
   const LinearKernels& run = linear_kernels_table.get(op);
@@ -90,15 +90,11 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x,
-                                                   bool need_weight) {
-  constexpr const char* op = "linear_backward";
-  check_tokens(x, op);
-  check_weight(weight, x.size(1), x, "weight", op);
+LinearGradients float_linear_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, bool need_x,
+                                      bool need_weight, const char* op) {
   const int64_t tokens = x.size(0);
   const int64_t inputs = x.size(1);
   const int64_t outputs = weight.size(0);
-  check_tensor(grad_y, {{tokens, outputs}, x.scalar_type()}, "grad_y", op);
   const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {tokens, inputs});
   if (need_x) {
@@ -124,13 +120,11 @@ MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const ch
   return shape;
 }
 
-std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, bool need_backward) {
-  constexpr const char* op = "mlp";
+MlpResult float_mlp(const MlpInputs& in, const char* op) {
+  const auto& [x, w1, b1, w2, b2, residual, need_backward] = in;
   MlpForward call;
   call.shape = mlp_shape(x, w1, w2, op);
   const MlpShape& shape = call.shape;
-  check_bias(b1, shape.hidden, x, "b1", op);
-  check_bias(b2, shape.outputs, x, "b2", op);
   const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {shape.tokens, shape.outputs});
   Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
@@ -142,19 +136,19 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
   call.w2 = w2_panels.data_ptr();
   call.b2 = b2.data_ptr();
   call.pre = need_backward ? pre.data_ptr() : nullptr;
+  if (residual.has_value()) {
+    call.residual = matrix(*residual, op);
+  }
   call.y = y.data_ptr();
   parallel_items(shape.items(), kLargeItems, [&](WorkQueue& queue) { run.mlp_forward(call, queue); });
   return {y, pre};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2,
-                                                                Tensor pre, bool need_x, bool need_weights) {
-  constexpr const char* op = "mlp_backward";
+MlpGradients float_mlp_backward(const Tensor& grad_y, const Tensor& x, const Tensor& w1, const Tensor& w2,
+                                const Tensor& pre, bool need_x, bool need_weights, const char* op) {
   MlpBackward call;
   call.shape = mlp_shape(x, w1, w2, op);
   const MlpShape& shape = call.shape;
-  check_tensor(grad_y, {{shape.tokens, shape.outputs}, x.scalar_type()}, "grad_y", op);
-  check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
   const LinearKernels& run = linear_kernels_table.get(op);
   Tensor grad_x = allocated_if(need_x, x, {shape.tokens, shape.inputs});
   const std::vector<int64_t> blocked{shape.blocks(), shape.tokens, kLinearBlock};
@@ -174,11 +168,93 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, T
   const auto blocks = [&](void* data) {
     return BlockedMatrix{{call.grad_y.type, data, kLinearBlock, 1}, shape.tokens * kLinearBlock};
   };
-  const auto [grad_w1, grad_b1] = layer_gradients(
+  const LayerGradients first = layer_gradients(
       run, need_weights, {shape.tokens, shape.inputs, shape.hidden, blocks(call.grad_pre), {matrix(x, op)}}, x);
-  const auto [grad_w2, grad_b2] = layer_gradients(
+  const LayerGradients second = layer_gradients(
       run, need_weights, {shape.tokens, shape.hidden, shape.outputs, {call.grad_y}, blocks(call.active)}, x);
-  return {grad_x, grad_w1, grad_b1, grad_w2, grad_b2};
+  return {grad_x, first, second};
+}
+
+bool is_half(const Tensor& x) { return x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half; }
+
+Tensor converted(const Tensor& tensor, ScalarType type) {
+  if (tensor.scalar_type() == type) {
+    return tensor;
+  }
+  Tensor result = allocated(tensor, sizes_of(tensor), type);
+  return torch::stable::copy_(result, tensor);
+}
+
+Tensor wide(const Tensor& tensor) { return converted(tensor, ScalarType::Float); }
+
+MaybeTensor wide(const MaybeTensor& tensor) { return tensor.has_value() ? MaybeTensor(wide(*tensor)) : std::nullopt; }
+
+Tensor linear(Tensor x, Tensor weight, MaybeTensor bias) {
+  constexpr const char* op = "linear";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  if (bias.has_value()) {
+    check_bias(*bias, weight.size(0), x, "bias", op);
+  }
+  if (const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op)) {
+    return bf16_linear(*run, x, weight, wide(bias), op);
+  }
+  return is_half(x) ? converted(float_linear(wide(x), wide(weight), wide(bias), op), x.scalar_type())
+                    : float_linear(x, weight, bias, op);
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tensor weight, bool need_x,
+                                                   bool need_weight) {
+  constexpr const char* op = "linear_backward";
+  check_tokens(x, op);
+  check_weight(weight, x.size(1), x, "weight", op);
+  check_either(grad_y, {x.size(0), weight.size(0)}, x, false, "grad_y", op);
+  const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op);
+  LinearGradients grads = run != nullptr ? bf16_linear_backward(*run, grad_y, x, weight, need_x, need_weight, op)
+                          : is_half(x)
+                              ? float_linear_backward(wide(grad_y), wide(x), wide(weight), need_x, need_weight, op)
+                              : float_linear_backward(grad_y, x, weight, need_x, need_weight, op);
+  const ScalarType type = weight.scalar_type();
+  return {converted(grads.x, x.scalar_type()), converted(grads.weight, type), converted(grads.bias, type)};
+}
+
+std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, MaybeTensor residual,
+                               bool need_backward) {
+  constexpr const char* op = "mlp";
+  const MlpShape shape = mlp_shape(x, w1, w2, op);
+  check_bias(b1, shape.hidden, x, "b1", op);
+  check_bias(b2, shape.outputs, x, "b2", op);
+  if (residual.has_value()) {
+    check_either(*residual, {shape.tokens, shape.outputs}, x, false, "residual", op);
+  }
+  if (const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op)) {
+    const MlpResult result = bf16_mlp(*run, shape, {x, w1, wide(b1), w2, wide(b2), residual, need_backward}, op);
+    return {result.y, result.pre};
+  }
+  if (!is_half(x)) {
+    const MlpResult result = float_mlp({x, w1, b1, w2, b2, residual, need_backward}, op);
+    return {result.y, result.pre};
+  }
+  const MlpResult result =
+      float_mlp({wide(x), wide(w1), wide(b1), wide(w2), wide(b2), wide(residual), need_backward}, op);
+  return {converted(result.y, residual.has_value() ? residual->scalar_type() : x.scalar_type()),
+          converted(result.pre, x.scalar_type())};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor grad_y, Tensor x, Tensor w1, Tensor w2,
+                                                                Tensor pre, bool need_x, bool need_weights) {
+  constexpr const char* op = "mlp_backward";
+  const MlpShape shape = mlp_shape(x, w1, w2, op);
+  check_either(grad_y, {shape.tokens, shape.outputs}, x, false, "grad_y", op);
+  check_tensor(pre, {{shape.tokens, shape.stride}, x.scalar_type(), true}, "pre", op);
+  const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op);
+  MlpGradients grads =
+      run != nullptr ? bf16_mlp_backward(*run, shape, grad_y, x, w1, w2, pre, need_x, need_weights, op)
+      : is_half(x) ? float_mlp_backward(wide(grad_y), wide(x), wide(w1), wide(w2), wide(pre), need_x, need_weights, op)
+                   : float_mlp_backward(grad_y, x, w1, w2, pre, need_x, need_weights, op);
+  return {converted(grads.x, x.scalar_type()), converted(grads.first.weight, w1.scalar_type()),
+          converted(grads.first.bias, w1.scalar_type()), converted(grads.second.weight, w2.scalar_type()),
+          converted(grads.second.bias, w2.scalar_type())};
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ struct MlpForward {
   const void* w2 = nullptr;  // panels of W₂ᵀ
   const void* b2 = nullptr;  // [outputs]
   void* pre = nullptr;       // h [tokens, stride]; null: not wanted
+  StridedMatrix residual;    // [tokens, outputs], added to y; null: none
   void* y = nullptr;         // [tokens, outputs]
 };
 

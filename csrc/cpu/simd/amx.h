@@ -12,7 +12,7 @@ constexpr int64_t kTileSize = 16;   // rows of a tile, and columns of B and C
 constexpr int64_t kTileDepth = 32;  // columns of A, rows of B
 constexpr int64_t kTileElements = kTileSize * kTileDepth;
 
-#if OVERTONE_EMULATES_AMX
+#if !OVERTONE_HAS_AVX512BF16  // emulated
 
 struct TileRegister {
   alignas(64) unsigned char rows[kTileSize][64];

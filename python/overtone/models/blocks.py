@@ -15,8 +15,8 @@ from overtone.models.config import TransformerConfig
 from overtone.nn import head_methods
 from overtone.nn.attention import SpectralAttention, evaluate_spectra
 from overtone.nn.filters import ContraNorm, DeEscalation, FeatScale
-from overtone.nn.linear import Mlp
-from overtone.nn.norms import SignedLayerNorm
+from overtone.nn.linear import Mlp, is_plain
+from overtone.nn.norms import SignedLayerNorm, normalize_for_products
 from overtone.ops.frequency import frequency_norms
 from overtone.spectrum import BasisCache
 from overtone.types import FrequencyNorms, Spectrum
@@ -62,17 +62,24 @@ class Block(nn.Module):
         x = self._filtered(x, "residual", cache)
         if self.post_norm:
             x = self.norm1(x)
-            x = self.norm2(x + self._drop_path(self.mlp(x)))
+            x = self.norm2(self._apply_mlp(x, x))
         else:
-            x = x + self._drop_path(self.mlp(self._scaled(self.norm2(x))))
+            x = self._apply_mlp(self._normalized(self.norm2, x), x)
         return self._filtered(x, "block", cache), norms
+
+    def _apply_mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual is added inside where nobody else wants to see the MLP's own result."""
+        if (self.training and self.drop_path > 0) or not is_plain(self.mlp, Mlp):
+            return residual + self._drop_path(self.mlp(x))
+        return self.mlp(x, residual)
 
     def attention_input(self, x: Tensor) -> Tensor:
         """What attention sees of the block's input."""
-        return x if self.post_norm else self._scaled(self.norm1(x))
+        return x if self.post_norm else self._normalized(self.norm1, x)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.norm_scale == 1 else x * self.norm_scale
+    def _normalized(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What attention and the MLP take."""
+        return normalize_for_products(norm, x) if self.norm_scale == 1 else norm(x) * self.norm_scale
 
     def _attend(
         self, x: Tensor, return_norms: bool, options: dict[str, Any], cache: BlockCache | None

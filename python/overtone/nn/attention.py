@@ -188,12 +188,12 @@ class SpectralAttention(nn.Module):
         else:
             attend = partial(self._heads, gain=None, addend=None, **options)
             qkv, options["gain"], options["addend"] = method.before(qkv, values_0, attend)
-        weight = self._output_weight(spectrum, query.dtype)
         if (method is not None and method.has_after) or (self.regime == "free" and not is_fusible(self.proj)):
             heads = self._heads(qkv, **options)
             heads = heads if method is None else method.after(heads, own, tokens)
-            y = self._project_heads(heads.transpose(1, 2).flatten(2), weight)
+            y = self._project_heads(heads.transpose(1, 2).flatten(2), spectrum)
             return _add_to_residual(y, residual, sample_scale, return_norms)
+        weight = self._output_weight(spectrum, query.dtype)
         options["bias"] = self._output_bias()
         if residual is not None and residual.dtype not in (query.dtype, validate.accumulate_dtype(query.dtype)):
             return _add_to_residual(self._run(qkv, weight, **options), residual, sample_scale, return_norms)
@@ -206,9 +206,10 @@ class SpectralAttention(nn.Module):
         identity = torch.eye(self.dim, dtype=qkv.query.dtype, device=qkv.query.device)
         return self._run(qkv, identity, **options).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _project_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+    def _project_heads(self, heads: Tensor, spectrum: Spectrum | None) -> Tensor:
         if self.regime == "free":
             return apply_linear(self.proj, heads)
+        weight = self._output_weight(spectrum, heads.dtype)
         bias = self._output_bias()
         return linear(heads, weight.mT.to(heads.dtype), None if bias is None else bias.to(heads.dtype))
 

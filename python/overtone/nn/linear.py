@@ -78,7 +78,7 @@ def apply_linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """fc2(GELU(fc1(x))), in one op where GELU is exact.
+    """fc2(GELU(fc1(x))), in one op where GELU is exact; plus `residual` where given.
 
     Args:
         dim: channels of a token.
@@ -94,8 +94,9 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         fusible = is_fusible(self.fc1) and is_fusible(self.fc2) and None not in (self.fc1.bias, self.fc2.bias)
         if fusible and self.gelu == "exact" and has_backend("mlp"):
-            return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return apply_linear(self.fc2, F.gelu(apply_linear(self.fc1, x), approximate=GELUS[self.gelu]))
+            return mlp(x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, residual=residual)
+        y = apply_linear(self.fc2, F.gelu(apply_linear(self.fc1, x), approximate=GELUS[self.gelu]))
+        return y if residual is None else residual + y

@@ -151,8 +151,9 @@ class PlainMlp(Mlp):
         nn.Module.__init__(self)
         self.fc1, self.fc2, self.gelu = mlp.fc1, mlp.fc2, mlp.gelu
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate=GELUS[self.gelu]))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self.fc2(F.gelu(self.fc1(x), approximate=GELUS[self.gelu]))
+        return y if residual is None else residual + y
 
 
 class PlainDeEscalation(DeEscalation):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from overtone import _transforms as transforms
 from overtone import _validate as validate
-from overtone._precision import autocast_disabled
+from overtone._precision import autocast, autocast_disabled
 from overtone.backends import default_backend, select
 from overtone.ops import registry
 from overtone.reference.attention import folded_attention as reference_attention
@@ -79,7 +79,7 @@ def spectral_attention(
         y [B, N, E] in the wider of query's and residual's dtypes, or (y, FrequencyNorms); differentiable in every
         floating-point argument but sample_scale.
     """
-    qkv = QKV(*(_autocast(x) for x in (query, key, value)))
+    qkv = QKV(*(autocast(x) for x in (query, key, value)))
     return _attend_with_spectrum(
         qkv, eigenvalues, basis, residual=residual, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
         head_gain=head_gain, gain=gain, addend=addend, bias=bias, sample_scale=sample_scale,
@@ -102,7 +102,7 @@ def folded_attention(qkv: QKV, weight: Tensor, **options: Any) -> Tensor | tuple
     if qkv.packed is not None:
         qkv = _packed(qkv.packed)
     else:
-        qkv = QKV(*(_autocast(x) for x in qkv[:3]))
+        qkv = QKV(*(autocast(x) for x in qkv[:3]))
     return _attend(_validate_heads(qkv), weight, "weight", **options)
 
 
@@ -157,7 +157,7 @@ _NAME = "spectral_attention"
 
 
 def _packed(qkv: Any) -> QKV:
-    qkv = _autocast(qkv)
+    qkv = autocast(qkv)
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         got = list(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"{_NAME}: qkv must be [B, N, 3, H, D], got {got}")
@@ -305,16 +305,6 @@ def _lowered_bias(bias: Tensor, is_causal: bool, q_len: int) -> Tensor:
         seen = seen.masked_fill(future, -math.inf)
     largest = seen.amax(-1, keepdim=True)
     return bias - largest.masked_fill(largest == -math.inf, 0)
-
-
-def _autocast(x: Any) -> Any:
-    """A tensor in autocast's dtype where that is on; float64 stays, as in autocast itself."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 _GRADIENTS = ("query", "key", "value", "weight", "attn_mask", "gain", "addend")

@@ -139,7 +139,14 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 # Sums and scalings of tokens, which the mode does not count.
-WITHOUT_PRODUCTS = ("frequency_norms", "frequency_norms_backward", "frequency_filter", "frequency_filter_backward")
+WITHOUT_PRODUCTS = (
+    "rounded_layer_norm",
+    "rounded_layer_norm_backward",
+    "frequency_norms",
+    "frequency_norms_backward",
+    "frequency_filter",
+    "frequency_filter_backward",
+)
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -1,13 +1,14 @@
-// Forward of bfloat16 attention on tiles: logits, heads and projection are products of bfloat16 with float32 sums, the
+// Forward of bfloat16 attention: logits, heads and projection are products of bfloat16 with float32 sums, the
 // softmax between them is float32. Its weights and the heads are rounded to bfloat16, as PyTorch rounds them.
 #pragma once
 
 #include "cpu/attention/forward.h"
-#include "cpu/gemm/pack_amx.h"
+#include "cpu/gemm/bf16.h"
 
 namespace overtone::OVERTONE_ISA {
 
-constexpr int64_t kAmxRows = 2 * kTileSize;  // queries, or keys, at a time: the rows of two tiles
+// Queries, or keys, at a time: the rows of two tiles, or as many as make whole blocks of vdpbf16ps' registers.
+constexpr int64_t kBf16Rows = OVERTONE_USES_AMX ? 2 * kTileSize : 48;
 
 // Tokens at a time, in blocks of nearly equal size, of whole tiles: one block at ViT sizes.
 inline int64_t tile_block(int64_t tokens) {
@@ -40,9 +41,9 @@ OVERTONE_INLINE void online_softmax_update_bf16(SoftmaxRow<float>& row, const fl
 }
 
 // Scratch and steps of one thread's forward items.
-class AmxForwardWorker {
+class Bf16ForwardWorker {
  public:
-  explicit AmxForwardWorker(const AttentionForward& call)
+  explicit Bf16ForwardWorker(const AttentionForward& call)
       : call_(call),
         shape_(call.shape),
         width_(padded_to(shape_.head_dim, kTileDepth)),
@@ -56,19 +57,19 @@ class AmxForwardWorker {
         unrounded_(call),
         bf16_scratch_(
             Scratch<BFloat16>::padded(keys_depth_ * width_) + Scratch<BFloat16>::padded(keys_depth_ * output_ld_) +
-            Scratch<BFloat16>::padded(kAmxRows * width_ld_) + Scratch<BFloat16>::padded(kAmxRows * weights_ld_) +
-            Scratch<BFloat16>::padded(padded_to(call.query_block, kAmxRows) * features_ld_)),
-        sums_memory_(kAmxRows * (logits_ld_ + 2 * output_ld_ + kAmxRows)) {
+            Scratch<BFloat16>::padded(kBf16Rows * width_ld_) + Scratch<BFloat16>::padded(kBf16Rows * weights_ld_) +
+            Scratch<BFloat16>::padded(padded_to(call.query_block, kBf16Rows) * features_ld_)),
+        sums_memory_(kBf16Rows * (logits_ld_ + 2 * output_ld_ + kBf16Rows)) {
     bf16_scratch_.clear();  // what fills tiles up is never written again
     keys_ = bf16_scratch_.take(keys_depth_ * width_);
     values_ = bf16_scratch_.take(keys_depth_ * output_ld_);
-    queries_ = bf16_scratch_.take(kAmxRows * width_ld_);
-    weights_ = bf16_scratch_.take(kAmxRows * weights_ld_);
-    heads_ = bf16_scratch_.take(padded_to(call.query_block, kAmxRows) * features_ld_);
-    logits_ = sums_memory_.take(kAmxRows * logits_ld_);
-    outputs_ = sums_memory_.take(kAmxRows * output_ld_);
-    partial_ = sums_memory_.take(kAmxRows * output_ld_);
-    sums_ = sums_memory_.take(kAmxRows * kAmxRows);
+    queries_ = bf16_scratch_.take(kBf16Rows * width_ld_);
+    weights_ = bf16_scratch_.take(kBf16Rows * weights_ld_);
+    heads_ = bf16_scratch_.take(padded_to(call.query_block, kBf16Rows) * features_ld_);
+    logits_ = sums_memory_.take(kBf16Rows * logits_ld_);
+    outputs_ = sums_memory_.take(kBf16Rows * output_ld_);
+    partial_ = sums_memory_.take(kBf16Rows * output_ld_);
+    sums_ = sums_memory_.take(kBf16Rows * kBf16Rows);
   }
 
   void run(int64_t item) {
@@ -87,12 +88,12 @@ class AmxForwardWorker {
     pack_column_pairs(head_rows(call_.key, call_.type, batch, head, 0), shape_.kv_len, shape_.head_dim, keys_);
     pack_row_pairs(head_rows(call_.value, call_.type, batch, head, 0), shape_.kv_len, shape_.head_dim, values_,
                    keys_depth_ / kTileDepth);
-    for (int64_t row = 0; row < rows; row += kAmxRows) {
+    for (int64_t row = 0; row < rows; row += kBf16Rows) {
       const int64_t first = first_query + row;
-      const int64_t count = std::min(kAmxRows, rows - row);
+      const int64_t count = std::min(kBf16Rows, rows - row);
       pack_tile_rows(head_rows(call_.query, call_.type, batch, head, first), count, shape_.head_dim, queries_,
                      width_ld_);
-      SoftmaxRow<float> softmax[kAmxRows];
+      SoftmaxRow<float> softmax[kBf16Rows];
       attend_rows(batch, head, first, count, softmax);
       save_softmax(call_, batch, head, first, count, softmax);
       store_heads(batch, head, first, count, softmax, heads_ + row * features_ld_ + head * shape_.head_dim);
@@ -102,22 +103,19 @@ class AmxForwardWorker {
   // Rows of queries against all keys they see: unnormalized heads in outputs_.
   void attend_rows(int64_t batch, int64_t head, int64_t first, int64_t rows, SoftmaxRow<float>* softmax) {
     const int64_t last_key = call_.mask.causal ? std::min(shape_.kv_len, first + rows) : shape_.kv_len;
-    const int64_t row_tiles = tiles_of(rows, kTileSize);
-    const int64_t width_tiles = output_ld_ / kTileSize;
     if (last_key == 0) {
-      std::fill(outputs_, outputs_ + kAmxRows * output_ld_, 0.0F);
+      std::fill(outputs_, outputs_ + kBf16Rows * output_ld_, 0.0F);
     }
     for (int64_t key = 0; key < last_key; key += block_) {
       const int64_t count = std::min(block_, last_key - key);
       const AmxPanels keys{keys_ + key * width_, kTileSize * width_};
-      multiply_tiles(row_tiles, tiles_of(count, kTileSize), width_ / kTileDepth, queries_, width_ld_, keys, logits_,
-                     logits_ld_, false);
+      multiply_bf16(rows, count, shape_.head_dim, queries_, width_ld_, keys, logits_, logits_ld_, false);
       for (int64_t row = 0; row < rows; ++row) {
         softmax_row(batch, head, first + row, key, count, row, softmax[row]);
       }
       const AmxPanels values{values_ + key * kTileSize, kTileSize * keys_depth_};
-      multiply_tiles(row_tiles, width_tiles, tiles_of(count, kTileDepth), weights_, weights_ld_, values,
-                     key == 0 ? outputs_ : partial_, output_ld_, false);
+      multiply_bf16(rows, shape_.head_dim, count, weights_, weights_ld_, values, key == 0 ? outputs_ : partial_,
+                    output_ld_, false);
       if (key > 0) {
         add_rescaled(rows, softmax);
       }
@@ -184,14 +182,13 @@ class AmxForwardWorker {
   void project(int64_t batch, int64_t first, int64_t rows) {
     const int64_t depth_tiles = tiles_of(shape_.inner_dim(), kTileDepth);
     const AmxPanels weight{static_cast<const BFloat16*>(call_.weight), depth_tiles * kTileElements};
-    for (int64_t channel = 0; channel < shape_.out_dim; channel += kAmxRows) {
-      const int64_t columns = std::min(kAmxRows, shape_.out_dim - channel);
-      for (int64_t row = 0; row < rows; row += kAmxRows) {
-        const int64_t count = std::min(kAmxRows, rows - row);
-        multiply_tiles(tiles_of(count, kTileSize), tiles_of(columns, kTileSize), depth_tiles,
-                       heads_ + row * features_ld_, features_ld_, weight.from(channel / kTileSize), sums_, kAmxRows,
-                       false);
-        store_projection(call_, unrounded_, batch, first + row, channel, count, columns, sums_, kAmxRows);
+    for (int64_t channel = 0; channel < shape_.out_dim; channel += kBf16Rows) {
+      const int64_t columns = std::min(kBf16Rows, shape_.out_dim - channel);
+      for (int64_t row = 0; row < rows; row += kBf16Rows) {
+        const int64_t count = std::min(kBf16Rows, rows - row);
+        multiply_bf16(count, columns, shape_.inner_dim(), heads_ + row * features_ld_, features_ld_,
+                      weight.from(channel / kTileSize), sums_, kBf16Rows, false);
+        store_projection(call_, unrounded_, batch, first + row, channel, count, columns, sums_, kBf16Rows);
       }
     }
   }
@@ -209,7 +206,7 @@ class AmxForwardWorker {
   UnroundedOutput<float> unrounded_;
   Scratch<BFloat16> bf16_scratch_;
   Scratch<float> sums_memory_;
-  AmxSession tiles_;
+  Bf16Session tiles_;
   BFloat16* keys_;     // Kᵀ, in column tiles
   BFloat16* values_;   // V, in column tiles
   BFloat16* queries_;  // [rows][width_ld]

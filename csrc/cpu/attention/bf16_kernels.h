@@ -1,19 +1,19 @@
-// The attention kernels for bfloat16 on tiles.
+// The attention kernels for bfloat16.
 #pragma once
 
-#include "cpu/attention/amx_backward.h"
+#include "cpu/attention/bf16_backward.h"
 
 namespace overtone::OVERTONE_ISA {
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
-  AmxForwardWorker worker(call);
+  Bf16ForwardWorker worker(call);
   for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
 }
 
 inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) {
-  AmxBackwardWorker worker(call);
+  Bf16BackwardWorker worker(call);
   for (int64_t item; (item = queue.pop()) >= 0;) {
     worker.run(item);
   }
@@ -21,12 +21,12 @@ inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) 
 
 extern const AttentionKernels attention_kernels = {
     .isa = OVERTONE_ISA_NAME,
-    .uses_amx = true,
-    .feature_block = kAmxFeatureBlock,
+    .is_bf16 = true,
+    .feature_block = kBf16FeatureBlock,
     .packing = amx_panel_packing,
     .attention_forward = &attention_forward,
-    .out_backward = &out_backward_amx,
-    .weight_backward = &weight_backward_amx,
+    .out_backward = &out_backward_bf16,
+    .weight_backward = &weight_backward_bf16,
     .attention_backward = &attention_backward,
 };
 

@@ -1,17 +1,17 @@
-// Backward of bfloat16 attention on tiles. Logits are made transposed, a row per key: as they are rounded they are then
-// the left operand of ∂V = Pᵀ ∂out and ∂K = ∂logitsᵀ Q, and in pairs of rows the right one of ∂Qᵀ = Kᵀ ∂logitsᵀ. What
-// belongs to a query (its maximum, its sum, its dot) lies along the vectors.
+// Backward of bfloat16 attention by products of bfloat16 (cpu/gemm/bf16.h). Logits are made transposed, a row per key:
+// as they are rounded they are then the left operand of ∂V = Pᵀ ∂out and ∂K = ∂logitsᵀ Q, and in pairs of rows the
+// right one of ∂Qᵀ = Kᵀ ∂logitsᵀ. What belongs to a query (its maximum, its sum, its dot) lies along the vectors.
 #pragma once
 
-#include "cpu/attention/amx_forward.h"
 #include "cpu/attention/backward.h"
+#include "cpu/attention/bf16_forward.h"
 
 namespace overtone::OVERTONE_ISA {
 
 // Scratch and steps of one thread's (batch, head) items: blocks of queries, each meeting the keys some rows at a time.
-class AmxBackwardWorker {
+class Bf16BackwardWorker {
  public:
-  explicit AmxBackwardWorker(const AttentionBackward& call)
+  explicit Bf16BackwardWorker(const AttentionBackward& call)
       : call_(call),
         shape_(call.shape),
         width_(padded_to(shape_.head_dim, kTileDepth)),
@@ -28,8 +28,8 @@ class AmxBackwardWorker {
             2 * Scratch<BFloat16>::padded(keys_ * width_ld_) + Scratch<BFloat16>::padded(output_ld_ * keys_ld_) +
             2 * Scratch<BFloat16>::padded(query_block_ * width_) +
             2 * Scratch<BFloat16>::padded(query_block_ * output_ld_) +
-            2 * Scratch<BFloat16>::padded(kAmxRows * rows_ld_) + Scratch<BFloat16>::padded(query_block_ * key_block_)),
-        accum_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kAmxRows * sums_ld_) +
+            2 * Scratch<BFloat16>::padded(kBf16Rows * rows_ld_) + Scratch<BFloat16>::padded(query_block_ * key_block_)),
+        accum_(2 * Scratch<float>::padded(keys_ * output_ld_) + 2 * Scratch<float>::padded(kBf16Rows * sums_ld_) +
                Scratch<float>::padded(output_ld_ * sums_ld_) + Scratch<float>::padded(query_block_ * output_ld_) +
                4 * Scratch<float>::padded(query_block_) + Scratch<float>::padded(output_ld_)) {
     bf16_scratch_.clear();
@@ -40,13 +40,13 @@ class AmxBackwardWorker {
     grad_columns_ = bf16_scratch_.take(query_block_ * width_);
     query_pairs_ = bf16_scratch_.take(query_block_ * output_ld_);
     grad_pairs_ = bf16_scratch_.take(query_block_ * output_ld_);
-    weights_ = bf16_scratch_.take(kAmxRows * rows_ld_);
-    grad_logits_ = bf16_scratch_.take(kAmxRows * rows_ld_);
+    weights_ = bf16_scratch_.take(kBf16Rows * rows_ld_);
+    grad_logits_ = bf16_scratch_.take(kBf16Rows * rows_ld_);
     grad_logit_pairs_ = bf16_scratch_.take(query_block_ * key_block_);
     grad_keys_ = accum_.take(keys_ * output_ld_);
     grad_values_ = accum_.take(keys_ * output_ld_);
-    logits_ = accum_.take(kAmxRows * sums_ld_);
-    grad_weights_ = accum_.take(kAmxRows * sums_ld_);
+    logits_ = accum_.take(kBf16Rows * sums_ld_);
+    grad_weights_ = accum_.take(kBf16Rows * sums_ld_);
     grad_queries_t_ = accum_.take(output_ld_ * sums_ld_);
     grad_queries_ = accum_.take(query_block_ * output_ld_);
     maxima_ = accum_.take(query_block_);
@@ -90,19 +90,18 @@ class AmxBackwardWorker {
 
   void queries_backward(int64_t query, int64_t count) {
     pack_queries(query, count);
-    const int64_t query_tiles = tiles_of(count, kTileSize);
     if (shape_.kv_len == 0) {
       std::fill(grad_queries_t_, grad_queries_t_ + output_ld_ * sums_ld_, 0.0F);
     }
     for (int64_t block = 0; block < shape_.kv_len; block += key_block_) {
       const int64_t block_end = std::min(shape_.kv_len, block + key_block_);
-      for (int64_t key = block; key < block_end; key += kAmxRows) {
-        rows_backward(query, count, key, std::min(kAmxRows, block_end - key), key - block);
+      for (int64_t key = block; key < block_end; key += kBf16Rows) {
+        rows_backward(query, count, key, std::min(kBf16Rows, block_end - key), key - block);
       }
       if (call_.grad_query.data != nullptr) {
         const AmxPanels pairs{grad_logit_pairs_, kTileSize * key_block_};
-        multiply_tiles(output_ld_ / kTileSize, query_tiles, tiles_of(block_end - block, kTileDepth),
-                       key_columns_ + block, keys_ld_, pairs, grad_queries_t_, sums_ld_, block > 0);
+        multiply_bf16(shape_.head_dim, count, block_end - block, key_columns_ + block, keys_ld_, pairs, grad_queries_t_,
+                      sums_ld_, block > 0);
       }
     }
     if (call_.grad_query.data != nullptr) {
@@ -151,36 +150,29 @@ class AmxBackwardWorker {
 
   // Rows of keys, from the `in_block`-th of their block on, against the block of queries.
   void rows_backward(int64_t query, int64_t queries, int64_t key, int64_t rows, int64_t in_block) {
-    const int64_t row_tiles = tiles_of(rows, kTileSize);
-    const int64_t query_tiles = tiles_of(queries, kTileSize);
-    const int64_t query_depth = tiles_of(queries, kTileDepth);
-    multiply_tiles(row_tiles, query_tiles, width_ / kTileDepth, key_rows_ + key * width_ld_, width_ld_,
-                   {query_columns_, kTileSize * width_}, logits_, sums_ld_, false);
+    multiply_bf16(rows, queries, shape_.head_dim, key_rows_ + key * width_ld_, width_ld_,
+                  {query_columns_, kTileSize * width_}, logits_, sums_ld_, false);
     if (needs_logits_) {
-      multiply_tiles(row_tiles, query_tiles, width_ / kTileDepth, value_rows_ + key * width_ld_, width_ld_,
-                     {grad_columns_, kTileSize * width_}, grad_weights_, sums_ld_, false);
+      multiply_bf16(rows, queries, shape_.head_dim, value_rows_ + key * width_ld_, width_ld_,
+                    {grad_columns_, kTileSize * width_}, grad_weights_, sums_ld_, false);
     }
-    for (int64_t row = 0; row < row_tiles * kTileSize; row += 2) {
+    // Rows that products read without there being a key: up to a whole tile in the ones below, and in ∂Q's sum over
+    // keys.
+    const int64_t read_rows = padded_to(rows, std::max<int64_t>(kWholeRows, 2));
+    for (int64_t row = 0; row < padded_to(read_rows, kWholeDepth); row += 2) {
       for (int64_t i = row; i < row + 2; ++i) {
         logits_row(query, queries, key + i, i, i < rows);
       }
       store_logit_pairs(row, queries, in_block);
     }
-    // The last row tile may be missing, but not from ∂Q's sum over keys.
-    for (int64_t row = row_tiles * kTileSize; row < kAmxRows; row += 2) {
-      clear_row(row, queries);
-      clear_row(row + 1, queries);
-      store_logit_pairs(row, queries, in_block);
-    }
     const bool is_sum = query > 0;
-    const int64_t width_tiles = output_ld_ / kTileSize;
     if (call_.grad_value.data != nullptr) {
-      multiply_tiles(row_tiles, width_tiles, query_depth, weights_, rows_ld_, {grad_pairs_, kTileSize * query_block_},
-                     grad_values_ + key * output_ld_, output_ld_, is_sum);
+      multiply_bf16(rows, shape_.head_dim, queries, weights_, rows_ld_, {grad_pairs_, kTileSize * query_block_},
+                    grad_values_ + key * output_ld_, output_ld_, is_sum);
     }
     if (call_.grad_key.data != nullptr) {
-      multiply_tiles(row_tiles, width_tiles, query_depth, grad_logits_, rows_ld_,
-                     {query_pairs_, kTileSize * query_block_}, grad_keys_ + key * output_ld_, output_ld_, is_sum);
+      multiply_bf16(rows, shape_.head_dim, queries, grad_logits_, rows_ld_, {query_pairs_, kTileSize * query_block_},
+                    grad_keys_ + key * output_ld_, output_ld_, is_sum);
     }
   }
 
@@ -284,7 +276,7 @@ class AmxBackwardWorker {
   double grad_gain_ = 0;
   Scratch<BFloat16> bf16_scratch_;
   Scratch<float> accum_;
-  AmxSession tiles_;
+  Bf16Session tiles_;
   BFloat16* key_rows_;          // [keys][width_ld]
   BFloat16* value_rows_;        // [keys][width_ld]
   BFloat16* key_columns_;       // Kᵀ: [output_ld][keys_ld]
@@ -309,7 +301,7 @@ class AmxBackwardWorker {
 };
 
 // ∂out = G · weightᵀ, rounded to bfloat16, for a block of tokens.
-inline void out_backward_amx(const OutBackward& call, WorkQueue& queue) {
+inline void out_backward_bf16(const OutBackward& call, WorkQueue& queue) {
   const int64_t features = call.shape.inner_dim();
   const int64_t channels = call.shape.out_dim;
   const int64_t tokens = call.shape.batch * call.shape.q_len;
@@ -319,23 +311,23 @@ inline void out_backward_amx(const OutBackward& call, WorkQueue& queue) {
   Scratch<BFloat16> numbers(kTokenBlock * ld);
   numbers.clear();
   BFloat16* grads = numbers.take(kTokenBlock * ld);
-  Scratch<float> memory(kAmxRows * kAmxRows);
-  float* sums = memory.take(kAmxRows * kAmxRows);
-  const AmxSession session;
+  Scratch<float> memory(kBf16Rows * kBf16Rows);
+  float* sums = memory.take(kBf16Rows * kBf16Rows);
+  const Bf16Session session;
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     pack_tile_rows(buffer_rows<float>(call.grad_y, token * channels, channels), rows, channels, grads, ld);
-    for (int64_t feature = 0; feature < features; feature += kAmxRows) {
-      const int64_t columns = std::min(kAmxRows, features - feature);
-      for (int64_t row = 0; row < rows; row += kAmxRows) {
-        const int64_t count = std::min(kAmxRows, rows - row);
-        multiply_tiles(tiles_of(count, kTileSize), tiles_of(columns, kTileSize), depth_tiles, grads + row * ld, ld,
-                       weight.from(feature / kTileSize), sums, kAmxRows, false);
+    for (int64_t feature = 0; feature < features; feature += kBf16Rows) {
+      const int64_t columns = std::min(kBf16Rows, features - feature);
+      for (int64_t row = 0; row < rows; row += kBf16Rows) {
+        const int64_t count = std::min(kBf16Rows, rows - row);
+        multiply_bf16(count, columns, channels, grads + row * ld, ld, weight.from(feature / kTileSize), sums, kBf16Rows,
+                      false);
         BFloat16* out = static_cast<BFloat16*>(call.grad_out) + (token + row) * features + feature;
-        unpack_rows(sums, kAmxRows, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
+        unpack_rows(sums, kBf16Rows, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
         if (call.grad_addend != nullptr) {
-          unpack_rows(sums, kAmxRows, count, columns, 1.0F,
+          unpack_rows(sums, kBf16Rows, count, columns, 1.0F,
                       buffer_rows<float>(call.grad_addend, (token + row) * features + feature, features));
         }
       }
@@ -344,30 +336,30 @@ inline void out_backward_amx(const OutBackward& call, WorkQueue& queue) {
 }
 
 // ∂weight = outᵀ G, for a block of the weight's rows. G comes packed: [channel tiles][token tiles].
-inline void weight_backward_amx(const WeightBackward& call, WorkQueue& queue) {
-  constexpr int64_t kTokens = 2048;  // at a time
+inline void weight_backward_bf16(const WeightBackward& call, WorkQueue& queue) {
+  // At a time: G's panels stay in the first-level cache for all rows, where products read them row by row.
+  constexpr int64_t kTokens = OVERTONE_USES_AMX ? 2048 : 256;
   const AttentionShape& shape = call.shape;
   const int64_t features = shape.inner_dim();
   const int64_t tokens = shape.batch * shape.q_len;
   const int64_t token_tiles = tiles_of(tokens, kTileDepth);
   const int64_t channels = padded_to(shape.out_dim, kTileSize);
   const int64_t ld = padded_stride<BFloat16>(std::min(kTokens, token_tiles * kTileDepth));
-  Scratch<BFloat16> numbers(kAmxFeatureBlock * ld);
-  BFloat16* heads = numbers.take(kAmxFeatureBlock * ld);
-  Scratch<float> memory(kAmxFeatureBlock * channels);
-  float* sums = memory.take(kAmxFeatureBlock * channels);
-  const AmxSession session;
+  Scratch<BFloat16> numbers(kBf16FeatureBlock * ld);
+  BFloat16* heads = numbers.take(kBf16FeatureBlock * ld);
+  Scratch<float> memory(kBf16FeatureBlock * channels);
+  float* sums = memory.take(kBf16FeatureBlock * channels);
+  const Bf16Session session;
   for (int64_t item; (item = queue.pop()) >= 0;) {
-    const int64_t first = item * kAmxFeatureBlock;
-    const int64_t rows = std::min(kAmxFeatureBlock, features - first);
-    std::fill(sums, sums + kAmxFeatureBlock * channels, 0.0F);
+    const int64_t first = item * kBf16FeatureBlock;
+    const int64_t rows = std::min(kBf16FeatureBlock, features - first);
+    std::fill(sums, sums + kBf16FeatureBlock * channels, 0.0F);
     for (int64_t token = 0; token < tokens; token += kTokens) {
       const int64_t depth = std::min(kTokens, tokens - token);
       pack_tile_columns(buffer_rows<float>(call.attn_out, token * features + first, features), depth, rows, heads, ld);
       const AmxPanels grads{static_cast<const BFloat16*>(call.packed_grad) + token / kTileDepth * kTileElements,
                             token_tiles * kTileElements};
-      multiply_tiles(tiles_of(rows, kTileSize), channels / kTileSize, tiles_of(depth, kTileDepth), heads, ld, grads,
-                     sums, channels, token > 0);
+      multiply_bf16(rows, shape.out_dim, depth, heads, ld, grads, sums, channels, token > 0);
     }
     unpack_rows(sums, channels, rows, shape.out_dim, 1.0F,
                 buffer_rows<float>(call.grad_weight, first * shape.out_dim, shape.out_dim));
