@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -9,6 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class LaunchConfig(NamedTuple):
+    """A kernel's tile by its constants' names, the warps that hold it, and how many loads its loop has under way."""
+
+    tile: dict[str, int]
+    num_warps: int
+    num_stages: int | None = None  # Triton's own choice
+
+    @property
+    def meta(self) -> dict[str, int]:
+        """As a launch takes it."""
+        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        return self.tile | {"num_warps": self.num_warps} | stages
 
 
 class Launch(NamedTuple):
@@ -45,12 +60,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         kernel[grid](*args, **meta)
 
 
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors, in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over elements of this dtype are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 _assumed_architecture: str | None = None
 
 
 @contextmanager
 def assume_architecture(name: str) -> Iterator[None]:
-    """Inside, launchers choose the blocks of this architecture, whatever the device."""
+    """Inside, launchers choose the configurations of this architecture, whatever the device."""
     global _assumed_architecture
     before, _assumed_architecture = _assumed_architecture, name
     try:
@@ -77,7 +102,7 @@ def strided(x: Tensor, trailing: int) -> tuple:
     """`x` as kernel arguments that need no copy, whatever its strides.
 
     The leading dimensions count samples; the last `trailing` ones are indexed by the kernel. Returns pointer, offsets,
-    inner, outer stride, inner stride (see blocks.sample_offset) and the trailing strides.
+    inner, outer stride, inner stride (see frequency.device.sample_offset) and the trailing strides.
     """
     leading = x.dim() - trailing
     groups = _collapse(x.shape[:leading], x.stride()[:leading])

@@ -43,8 +43,6 @@ class Support(NamedTuple):
     limit: Callable[[Tensor], str | None] = lambda tensor: None
 
 
-MAX_TRITON_HEAD_DIM = 128
-
 NO_CUDA_KERNELS = (
     "the extension was built without its CUDA kernels: reinstall overtone where nvcc and a CUDA build of torch are"
     " (OVERTONE_CUDA=1 makes it an error if they cannot be built)"
@@ -52,17 +50,10 @@ NO_CUDA_KERNELS = (
 
 
 def _triton_attention(query: Tensor) -> str | None:
-    head_dim = query.shape[-1]
-    if head_dim > MAX_TRITON_HEAD_DIM:
-        return f"supports head_dim ≤ {MAX_TRITON_HEAD_DIM}, got {head_dim}"
-    if torch.version.hip is None:
-        return None
     from overtone.triton_kernels.attention import config
+    from overtone.triton_kernels.runtime import architecture
 
-    gpu = torch.cuda.get_device_properties(query.device).gcnArchName.partition(":")[0]
-    if config.is_shipped(gpu, query.dtype, head_dim):
-        return None
-    return f"supports head_dim ≤ 64 for {query.dtype} on {gpu}, got {head_dim}"
+    return config.unsupported_reason(architecture(query.device), query.dtype, query.shape[-1])
 
 
 def _cuda_solver(solver: str) -> Callable[[Tensor], str | None]:

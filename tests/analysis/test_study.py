@@ -21,7 +21,7 @@ from overtone import cli
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("sklearn", reason="needs scikit-learn")
 
-from overtone.study import PARTS, Plan, study
+from overtone.study import Plan, study
 from overtone.study import runs as study_runs
 from overtone.study.corruptions import SEVERITIES, STRENGTHS, corrupted
 from overtone.study.escalation import BLOCK_METRICS, block_measures
@@ -29,7 +29,14 @@ from overtone.study.stats import CAME_OUT, DID_NOT, T_975, UNDECIDED, Difference
 from overtone.study.tables import all_tables, ranking
 from overtone.training import ConfigError, checkpoint
 
-PLAN = Plan.of("digits", quick=True, epochs=1, depths=(2, 4), parts=(*PARTS, "methods"), methods=["plain", "centered"])
+PLAN = Plan.of(
+    "digits",
+    quick=True,
+    epochs=1,
+    depths=(2, 4),
+    parts=("depth", "kinds", "text", "methods"),
+    methods=["plain", "centered"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,7 @@ class TestReport:
         with browser.running(tmp_path) as tab:
             tab.open(outcome.report)
             assert (tab.requests(), tab.complaints()) == ([], [])
-            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 6 + 1 + 1
+            assert tab.evaluate("document.querySelectorAll('figure svg').length") == 13 + 6 + 1 + 1 + 4
             tab.open(outcome.report, width=390)
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -182,7 +189,7 @@ class TestComparisons:
 
     def test_every_variant_is_in_its_table(self, outcome):
         tables = all_tables(outcome.results)
-        for part, name in (("depth", "depth-accuracy"), ("kinds", "kinds"), ("methods", "methods")):
+        for part, name in (("depth", "depth-accuracy"), ("kinds", "kinds"), ("text", "text"), ("methods", "methods")):
             assert [row[0] for row in tables[name].rows] == outcome.results.variants(part)
         depth = {row[0]: row[2:] for row in tables["depth-accuracy"].rows}
         (deep,) = outcome.results.select("depth", "pre-norm", depth=4)
@@ -200,7 +207,7 @@ class TestComparisons:
     def test_one_seed_decides_nothing_and_says_so(self, outcome):
         rows = all_tables(outcome.results)["findings"].rows
         assert {row[0] for row in rows} == {UNDECIDED}
-        assert {row[2] for row in rows} == {"Dovonon et al.", "Yu and Zhang", "–"}
+        assert {row[2] for row in rows} == {"Dovonon et al.", "Dovonon et al. (version 2)", "Yu and Zhang", "–"}
 
     def test_cifar_from_the_archive_to_the_report(self, monkeypatch, tmp_path):
         cifar.small_cifar10(tmp_path, monkeypatch, train=400, test=20)
@@ -345,7 +352,7 @@ class TestCommand:
         [
             (["--data", "letters"], "data: got 'letters', wanted one of digits, cifar10, cifar100"),
             (["--data", "cifar10"], "cifar10: data_dir is not given"),
-            (["--parts", "width"], "parts: got 'width', wanted some of depth, kinds, methods"),
+            (["--parts", "width"], "parts: got 'width', wanted some of depth, kinds, text, methods"),
             (["--methods", "magic"], "methods: got 'magic', wanted some of plain, de_escalation"),
             (["--depths", "6", "0"], "depths: got 6, 0, wanted numbers of at least 1"),
             (["--data", "cifar100"], "cifar100: data_dir is not given"),

@@ -195,7 +195,9 @@ class TestWheel:
         archive = zipfile.ZipFile(next(distributions.glob("*.whl")))
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
         assert "Requires-Dist: torch>=2.10\n" in metadata
-        assert 'Requires-Dist: triton>=3.6; sys_platform == "linux"\n' in metadata
+        # ROCm's torch has a Triton of its own, which no requirement of ours may replace.
+        triton = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: triton")]
+        assert triton == ['Requires-Dist: triton>=3.6; sys_platform == "linux" and extra == "triton"']
 
     def test_runs_its_own_kernels(self, installed):
         lines = installed.run("-c", RUN_AN_OP.format(backend=", backend='cpu'")).splitlines()

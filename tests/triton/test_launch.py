@@ -33,9 +33,9 @@ def test_what_reaches_the_driver(attention, name):
     args = random_call(2, 3, 197, 197, 64, 384, torch.bfloat16, packed=True)
     with assume_architecture(name):
         with record_launches() as asked:
-            run_both_ways(attention, args, needs=31)
+            run_both_ways(attention, args, output_mask=0b1111)
         with recording(architecture.target, architecture.shared_per_block) as launches:
-            run_both_ways(attention, args, needs=31)
+            run_both_ways(attention, args, output_mask=0b1111)
     names = [launch.name for launch in launches]
     assert names == [launch.kernel.fn.__name__ for launch in asked]
     assert names[:2] == ["attention_kernel", "projection_kernel"]
@@ -58,22 +58,22 @@ def test_programs_cover_every_token_and_channel_once(attention):
     batch, heads, queries, keys, width, channels = 2, 3, 130, 70, 80, 300
     args = random_call(batch, heads, queries, keys, width, channels, torch.float16)
     with assume_architecture("sm_90"), record_launches() as launches:
-        run_both_ways(attention, args, needs=31, norms=False)
+        run_both_ways(attention, args, output_mask=0b1111, norms=False)
     table = attention_configs.table("sm_90", torch.float16, "ieee", width, masked=False)
     grids = {launch.kernel.fn.__name__.removesuffix("_kernel"): launch.grid for launch in launches}
 
     def blocks(kernel, name, size):
-        return -(-size // table.blocks[kernel].tile[name])
+        return -(-size // table.by_kernel[kernel].tile[name])
 
     first = table.attention(keys).tile["BM"]
     assert grids["attention"] == (batch * heads * -(-queries // first),)
     tokens = batch * blocks("projection", "BM", queries)
-    assert grids["projection"] == (tokens * blocks("projection", "BE", channels),)
-    assert grids["heads_gradient"] == (batch * heads * blocks("heads_gradient", "BM", queries),)
-    assert grids["key_value_gradient"] == (batch * heads * blocks("key_value_gradient", "BN", keys),)
-    assert grids["query_gradient"] == (batch * heads * blocks("query_gradient", "BM", queries),)
-    tiles = blocks("basis_gradient", "BM", heads * width) * blocks("basis_gradient", "BE", channels)
-    assert grids["basis_gradient"] == (tiles,)  # 260 tokens are one split
+    assert grids["projection"] == (tokens * blocks("projection", "E_TILE", channels),)
+    assert grids["dout"] == (heads * blocks("dout", "BM", batch * queries),)  # tokens of all images
+    assert grids["dkv"] == (batch * heads * blocks("dkv", "BN", keys),)
+    assert grids["dq"] == (batch * heads * blocks("dq", "BM", queries),)
+    tiles = blocks("dweight", "BM", heads * width) * blocks("dweight", "BE", channels)
+    assert grids["dweight"] == (tiles,)  # 260 tokens are one split
 
 
 def test_strides_are_passed_as_they_are(attention):
@@ -102,8 +102,8 @@ def test_kernels_are_told_what_divides_strides_that_16_does_not(attention, width
 
     with record_launches() as launches:
         run_both_ways(attention, random_call(2, 3, 33, 33, width, 200, torch.float16, packed=True))
-    assert {launch.meta["UNIT"] for launch in launches if "UNIT" in launch.meta} == {unit}
-    assert sum("UNIT" in launch.meta for launch in launches) == 3
+    assert {launch.meta["STRIDE_ALIGN"] for launch in launches if "STRIDE_ALIGN" in launch.meta} == {unit}
+    assert sum("STRIDE_ALIGN" in launch.meta for launch in launches) == 3
 
 
 @pytest.mark.parametrize(
@@ -114,56 +114,55 @@ def test_kernels_are_told_what_divides_strides_that_16_does_not(attention, width
         ("gfx90a", "gfx942"), ("gfx1100", "gfx1100"), ("gfx1201", "gfx1100"),
     ],
 )  # fmt: skip
-def test_every_gpu_has_blocks(name, wanted):
+def test_every_gpu_has_configurations(name, wanted):
     from overtone.triton_kernels.attention import config as attention_configs
 
-    assert attention_configs.column_of(name) == wanted
+    assert attention_configs.config_arch(name) == wanted
     for dtype, precision in ((torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")):
         if precision == "tf32" and not attention_configs.has_tf32(name):
             continue
         for width, masked in ((1, False), (64, True), (72, False), (128, True)):
-            if not attention_configs.is_shipped(name, dtype, width):
+            if attention_configs.unsupported_reason(name, dtype, width) is not None:
                 assert (dtype, wanted) == (torch.float32, "gfx1100") and width > 64
                 continue
             table = attention_configs.table(name, dtype, precision, width, masked)
             assert width <= table.BD and table.BD % 16 == 0
-            everywhere = {"attention", "projection", "heads_gradient", "basis_gradient", "query_gradient"}
-            assert everywhere <= set(table.blocks)
-            assert ("key_value_gradient" in table.blocks) != ("key_value_apart" in table.blocks)
+            everywhere = {"attention", "projection", "dout", "dweight", "dq"}
+            assert everywhere <= set(table.by_kernel)
+            assert ("dkv" in table.by_kernel) != ("dkv_split" in table.by_kernel)
 
 
-def test_heads_that_no_blocks_hold_are_refused(attention):
-    from overtone.backends import BackendError
+def test_heads_that_no_registers_hold_are_refused(attention):
     from overtone.triton_kernels.runtime import assume_architecture, record_launches
 
     with assume_architecture("gfx1100"), record_launches() as launches:
-        with pytest.raises(BackendError, match="no Triton kernels for torch.float32 heads 72 wide on gfx1100"):
-            run_both_ways(attention, random_call(width=72), needs=31)
+        with pytest.raises(NotImplementedError, match="on gfx1100 supports head_dim ≤ 64 in torch.float32, got 72"):
+            run_both_ways(attention, random_call(width=72), output_mask=0b1111)
         assert not launches
-        run_both_ways(attention, random_call(width=64), needs=31)
-        run_both_ways(attention, random_call(width=72, dtype=torch.bfloat16), needs=31)
+        run_both_ways(attention, random_call(width=64), output_mask=0b1111)
+        run_both_ways(attention, random_call(width=72, dtype=torch.bfloat16), output_mask=0b1111)
 
 
 @pytest.mark.parametrize(
-    "channels, keys, masked, whole, pieces",
+    "channels, keys, masked, single_pass, tiles",
     [
         (192, 197, False, True, 3), (64, 65, False, True, 1), (192, 1000, False, False, 3),
         (193, 65, False, None, None), (192, 65, True, False, 3),
     ],
 )  # fmt: skip
-def test_which_form_of_forward(channels, keys, masked, whole, pieces):
+def test_which_form_of_forward(channels, keys, masked, single_pass, tiles):
     from overtone.triton_kernels.attention import config as attention_configs
 
-    blocks = attention_configs.table("sm_80", torch.bfloat16, "ieee", 64, masked).fused(channels, keys)
-    if whole is None:
-        assert blocks is None
+    config = attention_configs.table("sm_80", torch.bfloat16, "ieee", 64, masked).fused(channels, keys)
+    if single_pass is None:
+        assert config is None
     else:
-        assert blocks.tile["WHOLE"] == whole and blocks.tile["PIECES"] == pieces
-        assert not whole or keys <= blocks.tile["BN"] < 4 * keys
+        assert config.tile["SINGLE_PASS"] == single_pass and config.tile["NUM_E_TILES"] == tiles
+        assert not single_pass or keys <= config.tile["BN"] < 4 * keys
 
 
 @pytest.mark.parametrize("tokens, tiles", [(0, 9), (1, 9), (1024, 9), (25_000, 9), (25_000, 144), (10**7, 9)])
-def test_splits_of_the_basis_gradient(tokens, tiles):
+def test_splits_of_dweight(tokens, tiles):
     from overtone.triton_kernels.attention import config as attention_configs
 
     split = attention_configs.tokens_per_split(tokens, tiles, 64)
@@ -175,26 +174,59 @@ def test_splits_of_the_basis_gradient(tokens, tiles):
         assert split >= attention_configs.SPLIT_TOKENS - 64
 
 
-def test_tf32_only_where_torch_allows_it(attention):
+TF32_SWITCHES = """
+import itertools, torch
+from overtone.triton_kernels.attention.launch import _dot_precision
+from overtone.triton_kernels.runtime import assume_architecture
+
+def set_to(place, name, value):
+    return lambda: setattr(place, name, value)
+
+matmul, half, single = torch.backends.cuda.matmul, torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
+switches = {
+    "old high": lambda: torch.set_float32_matmul_precision("high"),
+    "old highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "old allow": set_to(matmul, "allow_tf32", True), "old forbid": set_to(matmul, "allow_tf32", False),
+    "new tf32": set_to(matmul, "fp32_precision", "tf32"), "new ieee": set_to(matmul, "fp32_precision", "ieee"),
+    "new tf32 everywhere": set_to(torch.backends, "fp32_precision", "tf32"),
+    "new ieee everywhere": set_to(torch.backends, "fp32_precision", "ieee"),
+}
+wanted = {"old high": True, "old allow": True, "new tf32": True, "old highest": False, "new ieee": False}
+with assume_architecture("sm_80"):
+    assert _dot_precision(single) == "ieee"
+    for names in itertools.permutations(switches, 2):
+        for name in names:
+            switches[name]()
+            allows = _dot_precision(single) == "tf32"
+            assert allows == (matmul.fp32_precision == "tf32") and allows == wanted.get(name, allows), names
+            assert _dot_precision(half) == "ieee"
+"""
+
+
+def test_tf32_by_torchs_old_switches_and_new_ones_in_any_order():
+    """In a process of its own: once a new switch was used, torch's old getters raise."""
+    result = subprocess.run([sys.executable, "-c", TF32_SWITCHES], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_tf32_only_where_there_is_tf32(attention, monkeypatch):
     from overtone.triton_kernels.runtime import assume_architecture, record_launches
 
     def precisions(dtype, architecture):
         with assume_architecture(architecture), record_launches() as launches:
-            run_both_ways(attention, random_call(dtype=dtype), needs=31)
+            run_both_ways(attention, random_call(dtype=dtype), output_mask=0b1111)
         return {launch.meta["PRECISION"] for launch in launches if "PRECISION" in launch.meta}
 
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
+    from overtone.tools.triton_aot import _matmul_precision
+
+    with _matmul_precision("ieee"):
         assert precisions(torch.float32, "sm_80") == {"ieee"}
-        torch.set_float32_matmul_precision("high")
+    with _matmul_precision("tf32"):
         for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"):
             assert precisions(torch.float32, name) == {"tf32"}
         for without in ("sm_75", "gfx942", "gfx1100"):
             assert precisions(torch.float32, without) == {"ieee"}
         assert precisions(torch.float16, "sm_80") == {"ieee"}
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def test_far_strides_are_copied(attention):
@@ -205,25 +237,26 @@ def test_far_strides_are_copied(attention):
         args = [a if a is None else a.detach().to("meta") for a in random_call(2, 2, 33, 33, 16, 24)]
         args[0] = torch.empty(1, device="meta").as_strided((2, 2, 33, 16), (16, 32, stride, 1))
         with record_launches() as launches:
-            run_both_ways(attention, args, needs=31)
+            run_both_ways(attention, args, output_mask=0b1111)
         return {dict(zip(x.kernel.arg_names, x.args, strict=False)).get("q_st", stride) for x in launches}
 
-    assert token_stride(attention.FAR - 1) == {attention.FAR - 1}
-    assert token_stride(attention.FAR) == {16, attention.FAR}  # a copy, where q is an argument
+    assert token_stride(attention.MAX_TILE_STRIDE - 1) == {attention.MAX_TILE_STRIDE - 1}
+    assert token_stride(attention.MAX_TILE_STRIDE) == {16, attention.MAX_TILE_STRIDE}  # a copy, where q is an argument
 
 
-@pytest.mark.parametrize("name", ["keys", "channels"])
-def test_too_many_for_32_bits(attention, name):
-    sizes = {"queries": 1, "keys": 1, "width": 1, "channels": 1} | {name: attention.FAR}
+@pytest.mark.parametrize("size, name", [("keys", "kv_len"), ("channels", "out_dim")])
+def test_too_many_for_32_bits(attention, size, name):
+    sizes = {"queries": 1, "keys": 1, "width": 1, "channels": 1} | {size: attention.MAX_TILE_STRIDE}
     args = [a if a is None else a.detach().to("meta") for a in random_call(1, 1, **sizes)]
-    with pytest.raises(ValueError, match=f"fewer than 4194304 {name}, got 4194304"):
+    with pytest.raises(ValueError, match=f"{name} < 4194304, got 4194304"):
         run_both_ways(attention, args)
 
 
 def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     from types import SimpleNamespace
 
-    from overtone.backends import SUPPORT
+    from overtone.backends import _triton_attention
+    from overtone.triton_kernels import runtime
 
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for gpu, dtype, width, runs in (
@@ -232,8 +265,11 @@ def test_wide_float32_on_consumer_gpus_of_amd_is_the_reference(monkeypatch):
     ):  # fmt: skip
         properties = SimpleNamespace(gcnArchName=gpu)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
-        reason = SUPPORT["spectral_attention"]["triton"].limit(torch.empty(1, 1, 1, width, dtype=dtype))
-        assert reason is None if runs else reason == "supports head_dim ≤ 64 for torch.float32 on gfx1100, got 65"
+        runtime._device_architecture.cache_clear()
+        query = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 1, 1, width))
+        obstacle = _triton_attention(query)
+        assert obstacle is None if runs else "on gfx1100 supports head_dim ≤ 64 in torch.float32" in obstacle
+    runtime._device_architecture.cache_clear()
 
 
 def test_launches_happen_on_the_tensors_device(monkeypatch):

@@ -13,8 +13,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def locate_block(n_tokens, n_inner, BT: tl.constexpr):
-    """(i_outer, i_inner, i_t) of this program, of which i_t, the first token of its block, runs fastest."""
+def program_tile(n_tokens, n_inner, BT: tl.constexpr):
+    """(i_outer, i_inner, i_t) of this program, of which i_t, the first token of its tile, runs fastest."""
     n_blocks = tl.cdiv(n_tokens, BT)
     i_s = tl.program_id(0) // n_blocks
     return i_s // n_inner, i_s % n_inner, tl.program_id(0) % n_blocks * BT
@@ -27,28 +27,28 @@ def mul64(a, b):
 
 
 @triton.jit
-def as_multiple(stride, UNIT: tl.constexpr):
-    """A stride that is a multiple of UNIT, in a form in which the compiler sees it: it sees only 16 by itself."""
-    if UNIT > 1:
-        stride = stride // UNIT * UNIT
+def as_multiple(stride, STRIDE_ALIGN: tl.constexpr):
+    """A stride that STRIDE_ALIGN divides, in a form in which the compiler sees it: it sees only 16 by itself."""
+    if STRIDE_ALIGN > 1:
+        stride = stride // STRIDE_ALIGN * STRIDE_ALIGN
     return stride
 
 
 @triton.jit
-def at_head(p_x, i_b, i_h, x_sb, x_sh, UNIT: tl.constexpr = 1):
+def head_ptr(p_x, i_b, i_h, x_sb, x_sh, STRIDE_ALIGN: tl.constexpr = 1):
     """The pointer at head i_h of image i_b."""
-    return p_x + mul64(i_b, as_multiple(x_sb, UNIT)) + mul64(i_h, as_multiple(x_sh, UNIT))
+    return p_x + mul64(i_b, as_multiple(x_sb, STRIDE_ALIGN)) + mul64(i_h, as_multiple(x_sh, STRIDE_ALIGN))
 
 
 @triton.jit
-def at_tile(p_x, x_sr, x_sc, i_r, i_c, BR: tl.constexpr, BC: tl.constexpr):
+def tile_ptrs(p_x, x_sr, x_sc, i_r, i_c, BR: tl.constexpr, BC: tl.constexpr):
     """The pointers at rows [i_r, i_r + BR) and columns [i_c, i_c + BC) of a matrix with these strides."""
     o_r, o_c = tl.arange(0, BR), tl.arange(0, BC)
     return p_x + mul64(i_r, x_sr) + mul64(i_c, x_sc) + (o_r[:, None] * x_sr + o_c[None, :] * x_sc)
 
 
 @triton.jit
-def in_matrix(i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
+def tile_mask(i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
     """Which elements of the tile at (i_r, i_c) the matrix has."""
     return (i_r + tl.arange(0, BR) < n_rows)[:, None] & (i_c + tl.arange(0, BC) < n_columns)[None, :]
 
@@ -56,12 +56,12 @@ def in_matrix(i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 def load_matrix(p_x, x_sr, x_sc, i_r, i_c, n_rows, n_columns, BR: tl.constexpr, BC: tl.constexpr):
     """The tile at (i_r, i_c), [BR, BC]; zero outside the matrix."""
-    m_tile = in_matrix(i_r, i_c, n_rows, n_columns, BR, BC)
-    return tl.load(at_tile(p_x, x_sr, x_sc, i_r, i_c, BR, BC), mask=m_tile, other=0.0)
+    m_tile = tile_mask(i_r, i_c, n_rows, n_columns, BR, BC)
+    return tl.load(tile_ptrs(p_x, x_sr, x_sc, i_r, i_c, BR, BC), mask=m_tile, other=0.0)
 
 
 @triton.jit
-def in_head(i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def head_mask(i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """Which elements of the tile at token i_t the head has."""
     m_tile = (i_t + tl.arange(0, BT) < n_tokens)[:, None]
     if D < BD:
@@ -71,32 +71,22 @@ def in_head(i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_head(
-    p_x, x_st, x_sd, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr = 1
+    p_x, x_st, x_sd, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STRIDE_ALIGN: tl.constexpr = 1
 ):
     """Tokens [i_t, i_t + BT) of a head, [BT, BD]; zero where there are none, and beyond the head's width."""
-    m_tile = in_head(i_t, n_tokens, D, BT, BD)
-    return tl.load(at_tile(p_x, as_multiple(x_st, UNIT), x_sd, i_t, 0, BT, BD), mask=m_tile, other=0.0)
+    m_tile = head_mask(i_t, n_tokens, D, BT, BD)
+    p_tile = tile_ptrs(p_x, as_multiple(x_st, STRIDE_ALIGN), x_sd, i_t, 0, BT, BD)
+    return tl.load(p_tile, mask=m_tile, other=0.0)
 
 
 @triton.jit
 def store_head(p_x, x_st, b_x, i_t, n_tokens, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Store [BT, BD] as tokens [i_t, i_t + BT) of a head, whose columns are neighbours."""
-    tl.store(at_tile(p_x, x_st, 1, i_t, 0, BT, BD), b_x, mask=in_head(i_t, n_tokens, D, BT, BD))
+    """Store [BT, BD] as tokens [i_t, i_t + BT) of a head, whose columns are neighbors."""
+    tl.store(tile_ptrs(p_x, x_st, 1, i_t, 0, BT, BD), b_x, mask=head_mask(i_t, n_tokens, D, BT, BD))
 
 
 @triton.jit
-def load_columns(p_x, D: tl.constexpr, BD: tl.constexpr):
-    """A vector over a head's columns, [BD]."""
-    o_d = tl.arange(0, BD)
-    if D < BD:
-        b_x = tl.load(p_x + o_d, mask=o_d < D, other=0.0)
-    else:
-        b_x = tl.load(p_x + o_d)
-    return b_x
-
-
-@triton.jit
-def as_factor(b_x, PRECISION: tl.constexpr):
+def round_to_tf32(b_x, PRECISION: tl.constexpr):
     """Rounded to TF32, if that is the precision: matrix instructions only cut off what they cannot hold."""
     if PRECISION == "tf32":
         b_x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [b_x], tl.float32, is_pure=True, pack=1)
@@ -104,14 +94,14 @@ def as_factor(b_x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def multiply(b_a, b_b, b_sum, PRECISION: tl.constexpr):
+def dot(b_a, b_b, b_sum, PRECISION: tl.constexpr):
     """b_a · b_b, added to b_sum unless that is None."""
-    return tl.dot(as_factor(b_a, PRECISION), as_factor(b_b, PRECISION), b_sum, input_precision=PRECISION)
+    return tl.dot(round_to_tf32(b_a, PRECISION), round_to_tf32(b_b, PRECISION), b_sum, input_precision=PRECISION)
 
 
 @triton.jit
 def mask_logits(b_s, p_mask, mask_sq, mask_sk, i_q, o_q, n_queries, i_k, o_k, n_keys, IS_CAUSAL: tl.constexpr):
-    """Logits of queries i_q + o_q and keys i_k + o_k with the bias added, −inf where a key takes no part.
+    """Logits of queries i_q + o_q and keys i_k + o_k with the bias added, −inf where a key is masked.
 
     o_q and o_k are two-dimensional, so that b_s may be [queries, keys] or its transpose.
     """

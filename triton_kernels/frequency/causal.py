@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from overtone.triton_kernels.frequency.device import (
-    add_exactly,
     load_first,
     load_tile,
-    locate,
+    program_channels,
     sample_offset,
+    two_sum,
     valid_tokens,
 )
 from overtone.triton_kernels.frequency.mean import store_filtered, store_gain_gradients
@@ -19,19 +19,19 @@ from overtone.triton_kernels.frequency.mean import store_filtered, store_gain_gr
 
 # fmt: off
 @triton.jit
-def running_mean(p_x, x_st, x_sc, b_x, b_mean, b_rest, n_seen, o_t, o_c, m_t, m_c):
-    """The running mean over a tile, given the n_seen earlier tokens' mean + rest, and that of both for the next tile.
+def running_mean(p_x, x_st, x_sc, b_x, b_mean, b_mean_lo, n_seen, o_t, o_c, m_t, m_c):
+    """The running mean over a tile, given the n_seen earlier tokens' mean + mean_lo, and both for the next tile.
 
     At every token it is b_mean + b_run: as the earlier tokens' differences from their mean add up to nothing, only the
     tile's own are summed. Before the first valid token, that token is the mean to differ from.
     """
     b_mean = tl.where(n_seen > 0, b_mean, load_first(p_x, x_st, x_sc, o_t, o_c, m_t & (n_seen == 0), m_c))
-    b_difference = tl.where(m_t[:, None], (b_x - b_mean) - b_rest, 0.0)
+    b_difference = tl.where(m_t[:, None], (b_x - b_mean) - b_mean_lo, 0.0)
     b_count = tl.maximum(n_seen + tl.cumsum(m_t.to(tl.int32), 0), 1).to(b_x.dtype)
-    b_run = b_rest + tl.cumsum(b_difference, 0) / b_count[:, None]  # [BT, BC]
+    b_run = b_mean_lo + tl.cumsum(b_difference, 0) / b_count[:, None]  # [BT, BC]
     n_seen += tl.sum(m_t.to(tl.int32), 0)
-    b_next, b_lost = add_exactly(b_mean, tl.sum(b_difference, 0) / tl.maximum(n_seen, 1).to(b_x.dtype))
-    return b_mean, b_run, b_next, b_rest + b_lost, n_seen
+    b_next, b_lost = two_sum(b_mean, tl.sum(b_difference, 0) / tl.maximum(n_seen, 1).to(b_x.dtype))
+    return b_mean, b_run, b_next, b_mean_lo + b_lost, n_seen
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def causal_filter_kernel(
     BT: tl.constexpr, BC: tl.constexpr,
 ):
     """The filter with the running mean."""
-    i_s, _, o_c, m_c = locate(n_channels, BC)
+    i_s, _, o_c, m_c = program_channels(n_channels, BC)
     p_x += sample_offset(i_s, x_offsets, x_inner, x_so, x_si)
     if p_mask is not None:
         p_mask += sample_offset(i_s, mask_offsets, mask_inner, mask_so, mask_si)
@@ -50,14 +50,14 @@ def causal_filter_kernel(
     b_low = tl.load(p_low + o_c * low_sc, mask=m_c, other=0.0)
     b_high = tl.load(p_high + o_c * high_sc, mask=m_c, other=0.0)
     b_next = tl.zeros_like(b_low)
-    b_rest = tl.zeros_like(b_low)
+    b_mean_lo = tl.zeros_like(b_low)
     n_seen = 0
     for i_t in range(0, n_tokens, BT):
         o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
         m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
         b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-        b_mean, b_run, b_next, b_rest, n_seen = running_mean(
-            p_x, x_st, x_sc, b_x, b_next, b_rest, n_seen, o_t, o_c, m_t, m_c
+        b_mean, b_run, b_next, b_mean_lo, n_seen = running_mean(
+            p_x, x_st, x_sc, b_x, b_next, b_mean_lo, n_seen, o_t, o_c, m_t, m_c
         )
         store_filtered(p_y, None, n_channels, b_x, b_mean, b_run, b_low, b_high, o_t, o_c, m_t, m_c, n_tokens)
 
@@ -71,7 +71,7 @@ def causal_gains_kernel(
     BT: tl.constexpr, BC: tl.constexpr,
 ):
     """Σ LFC[x] ⊙ g and Σ HFC[x] ⊙ g over a sample's tokens, with the running mean."""
-    i_s, _, o_c, m_c = locate(n_channels, BC)
+    i_s, _, o_c, m_c = program_channels(n_channels, BC)
     p_g += sample_offset(i_s, g_offsets, g_inner, g_so, g_si)
     p_x += sample_offset(i_s, x_offsets, x_inner, x_so, x_si)
     if p_mask is not None:
@@ -79,15 +79,15 @@ def causal_gains_kernel(
     b_low = tl.zeros([BC], dtype=p_grad_low.dtype.element_ty)
     b_high = b_low
     b_next = b_low
-    b_rest = b_low
+    b_mean_lo = b_low
     n_seen = 0
     for i_t in range(0, n_tokens, BT):
         o_t = (i_t + tl.arange(0, BT)).to(tl.int64)
         m_t = valid_tokens(p_mask, mask_st, o_t, n_tokens)
         b_g = load_tile(p_g, g_st, g_sc, o_t, o_c, m_t, m_c)  # [BT, BC], zero where a token does not take part
         b_x = load_tile(p_x, x_st, x_sc, o_t, o_c, m_t, m_c)  # [BT, BC]
-        b_mean, b_run, b_next, b_rest, n_seen = running_mean(
-            p_x, x_st, x_sc, b_x, b_next, b_rest, n_seen, o_t, o_c, m_t, m_c
+        b_mean, b_run, b_next, b_mean_lo, n_seen = running_mean(
+            p_x, x_st, x_sc, b_x, b_next, b_mean_lo, n_seen, o_t, o_c, m_t, m_c
         )
         b_low += tl.sum((b_mean + b_run) * b_g, 0)
         b_high += tl.sum(((b_x - b_mean) - b_run) * b_g, 0)
@@ -115,7 +115,7 @@ def causal_adjoint_kernel(
     BT: tl.constexpr, BC: tl.constexpr,
 ):
     """grad_x_j = high ⊙ g_j + (low − high) ⊙ Σ_{i ≥ j} g_i / count_i, from the last token to the first."""
-    i_s, _, o_c, m_c = locate(n_channels, BC)
+    i_s, _, o_c, m_c = program_channels(n_channels, BC)
     p_g += sample_offset(i_s, g_offsets, g_inner, g_so, g_si)
     if p_mask is not None:
         p_mask += sample_offset(i_s, mask_offsets, mask_inner, mask_so, mask_si)

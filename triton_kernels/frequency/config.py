@@ -1,57 +1,54 @@
-"""The block sizes that are shipped: a fixed table, no autotuning. `overtone kernels --check` compiles every entry."""
+"""The launch configurations that are shipped: a fixed table, no autotuning. `overtone kernels --check` compiles all."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from overtone.triton_kernels.runtime import LaunchConfig
 
-class Config(NamedTuple):
-    """A tile of BT tokens and BC channels (rows and columns) and the warps that hold it."""
 
-    BT: int
-    BC: int
-    num_warps: int
-
-    @property
-    def meta(self) -> dict[str, int]:
-        """As a launch takes it."""
-        return self._asdict()
+def _tokens_by_channels(tokens: int, channels: int, num_warps: int) -> LaunchConfig:
+    """A tile of BT tokens (rows) and BC channels (columns), and the warps that hold it."""
+    return LaunchConfig({"BT": tokens, "BC": channels}, num_warps)
 
 
 # Tiles that hold all tokens of a sample, so that they are read once: 32 values per thread.
-WHOLE = (
-    Config(BT=64, BC=64, num_warps=4),
-    Config(BT=128, BC=32, num_warps=4),
-    Config(BT=256, BC=32, num_warps=8),
-    Config(BT=1024, BC=16, num_warps=16),
+SINGLE_PASS = (
+    _tokens_by_channels(64, 64, 4),
+    _tokens_by_channels(128, 32, 4),
+    _tokens_by_channels(256, 32, 8),
+    _tokens_by_channels(1024, 16, 16),
 )
-# More tokens than that: their statistics are taken over splits of the tokens, tile by tile.
-SPLIT = Config(BT=128, BC=32, num_warps=8)
+# More tokens than that: their moments are taken over splits of the tokens, tile by tile.
+SPLIT = _tokens_by_channels(128, 32, 8)
 SPLIT_TOKENS = 1024
 MAX_SPLITS = 32
 # The running mean carries from tile to tile.
-CAUSAL = Config(BT=64, BC=32, num_warps=8)
+CAUSAL = _tokens_by_channels(64, 32, 8)
 # Sums over the rows of small matrices.
-ROOTS = Config(BT=32, BC=16, num_warps=4)
-ROW_SUMS = Config(BT=64, BC=32, num_warps=4)
+FINISH_NORMS = _tokens_by_channels(32, 16, 4)
+REDUCE_GAINS = _tokens_by_channels(64, 32, 4)
 
 
-def for_dtype(config: Config, dtype: torch.dtype) -> Config:
+def for_dtype(config: LaunchConfig, dtype: torch.dtype) -> LaunchConfig:
     """float64 takes two registers per value: half the channels."""
-    return config._replace(BC=config.BC // 2) if dtype == torch.float64 else config
+    return _with_channels(config, config.tile["BC"] // 2) if dtype == torch.float64 else config
 
 
-def whole(tokens: int, dtype: torch.dtype, tiles: int = 1) -> Config | None:
+def single_pass(tokens: int, dtype: torch.dtype, tiles: int = 1) -> LaunchConfig | None:
     """The smallest tile that holds all tokens, or None if there are too many. Several tiles share the registers."""
-    for config in WHOLE:
-        if tokens <= config.BT:
-            return for_dtype(config._replace(BC=config.BC // tiles), dtype)
+    for config in SINGLE_PASS:
+        if tokens <= config.tile["BT"]:
+            return for_dtype(_with_channels(config, config.tile["BC"] // tiles), dtype)
     return None
 
 
 def tokens_per_split(tokens: int) -> int:
-    """A multiple of SPLIT.BT, such that there are at most MAX_SPLITS splits."""
+    """A multiple of the split's tile, such that there are at most MAX_SPLITS splits."""
     at_least = max(SPLIT_TOKENS, -(-tokens // MAX_SPLITS))
-    return -(-at_least // SPLIT.BT) * SPLIT.BT
+    tile = SPLIT.tile["BT"]
+    return -(-at_least // tile) * tile
+
+
+def _with_channels(config: LaunchConfig, channels: int) -> LaunchConfig:
+    return config._replace(tile=config.tile | {"BC": channels})

@@ -3,9 +3,10 @@
 Names: p_x pointer, b_x value, m_x mask, o_x offsets, i_x index, n_x count;
 t tokens, c channels, s samples, k splits.
 
-Statistics of some tokens are (n, mean, rest, m2), vectors over channels: their count, their mean as the unevaluated sum
-mean + rest, and the sum of squared distances from it. The rest holds the digits that rounding takes off the mean, and
-the difference of nearly equal numbers is exact, so (x − mean) − rest keeps its digits however far from zero tokens lie.
+The moments of some tokens are (n, mean, mean_lo, m2), vectors over channels: their count, their mean as the unevaluated
+sum mean + mean_lo, and the sum of squared distances from it. mean_lo holds the digits that rounding takes off the mean,
+and the difference of nearly equal numbers is exact, so (x − mean) − mean_lo keeps its digits however far from zero
+tokens lie.
 """
 
 import triton
@@ -23,7 +24,7 @@ def sample_offset(i_s, p_offsets, n_inner, stride_outer, stride_inner):
 
 
 @triton.jit
-def locate(n_channels, BC: tl.constexpr):
+def program_channels(n_channels, BC: tl.constexpr):
     """Sample, block and channels of this program. Programs of one sample are neighbours: they share its cache lines."""
     n_blocks = tl.cdiv(n_channels, BC)
     i_s = tl.program_id(0) // n_blocks
@@ -43,7 +44,7 @@ def valid_tokens(p_mask, stride_t, o_t, n_tokens):
 
 @triton.jit
 def widen(b_x):
-    """To the statistics' dtype."""
+    """To the accumulate dtype."""
     if b_x.dtype == tl.float64:
         b_wide = b_x
     else:
@@ -67,7 +68,7 @@ def load_first(p_x, stride_t, stride_c, o_t, o_c, m_t, m_c):
 
 
 @triton.jit
-def add_exactly(b_a, b_b):
+def two_sum(b_a, b_b):
     """a + b, and what rounding takes off it (Knuth's two-sum)."""
     b_sum = b_a + b_b
     b_added = b_sum - b_a
@@ -75,51 +76,51 @@ def add_exactly(b_a, b_b):
 
 
 @triton.jit
-def tile_statistics(b_x, b_first, m_t):
-    """Statistics of a tile's valid tokens, of which b_first is one."""
+def tile_moments(b_x, b_first, m_t):
+    """Moments of a tile's valid tokens, of which b_first is one."""
     b_n = tl.sum(m_t.to(tl.int32), 0).to(b_x.dtype) + tl.zeros_like(b_first)
     b_difference = tl.where(m_t[:, None], b_x - b_first[None, :], 0.0)
     b_shift = tl.sum(b_difference, 0) / tl.maximum(b_n, 1.0)
-    b_centred = tl.where(m_t[:, None], b_difference - b_shift[None, :], 0.0)
-    b_left = tl.sum(b_centred, 0) / tl.maximum(b_n, 1.0)  # the rounding error of b_shift
-    b_mean, b_rest = add_exactly(b_first, b_shift)
-    return b_n, b_mean, b_rest + b_left, tl.sum(b_centred * b_centred, 0) - b_n * b_left * b_left
+    b_centered = tl.where(m_t[:, None], b_difference - b_shift[None, :], 0.0)
+    b_left = tl.sum(b_centered, 0) / tl.maximum(b_n, 1.0)  # the rounding error of b_shift
+    b_mean, b_mean_lo = two_sum(b_first, b_shift)
+    return b_n, b_mean, b_mean_lo + b_left, tl.sum(b_centered * b_centered, 0) - b_n * b_left * b_left
 
 
 @triton.jit
-def merge_statistics(b_n, b_mean, b_rest, b_m2, b_n2, b_mean2, b_rest2, b_m22):
-    """Statistics of both sets of tokens together, by Chan's formula."""
+def merge_moments(b_n, b_mean, b_mean_lo, b_m2, b_n2, b_mean2, b_mean_lo2, b_m22):
+    """Moments of both sets of tokens together, by Chan's formula."""
     b_mean = tl.where(b_n > 0, b_mean, b_mean2)
-    b_rest = tl.where(b_n > 0, b_rest, b_rest2)
-    b_delta = tl.where(b_n2 > 0, (b_mean2 - b_mean) + (b_rest2 - b_rest), 0.0)
+    b_mean_lo = tl.where(b_n > 0, b_mean_lo, b_mean_lo2)
+    b_delta = tl.where(b_n2 > 0, (b_mean2 - b_mean) + (b_mean_lo2 - b_mean_lo), 0.0)
     b_share = b_n2 / tl.maximum(b_n + b_n2, 1.0)
-    b_mean, b_lost = add_exactly(b_mean, b_delta * b_share)
-    return b_n + b_n2, b_mean, b_rest + b_lost, b_m2 + b_m22 + b_delta * b_delta * (b_n * b_share)
+    b_mean, b_lost = two_sum(b_mean, b_delta * b_share)
+    return b_n + b_n2, b_mean, b_mean_lo + b_lost, b_m2 + b_m22 + b_delta * b_delta * (b_n * b_share)
 
 
 @triton.jit
-def store_statistics(p_statistics, n_channels, i_row, o_c, m_c, b_n, b_mean, b_rest, b_m2):
+def store_moments(p_moments, n_channels, i_row, o_c, m_c, b_n, b_mean, b_mean_lo, b_m2):
     """As row i_row of [rows, 4, C]."""
-    p_row = p_statistics + i_row.to(tl.int64) * 4 * n_channels + o_c
+    p_row = p_moments + i_row.to(tl.int64) * 4 * n_channels + o_c
     tl.store(p_row, b_n, mask=m_c)
     tl.store(p_row + n_channels, b_mean, mask=m_c)
-    tl.store(p_row + 2 * n_channels, b_rest, mask=m_c)
+    tl.store(p_row + 2 * n_channels, b_mean_lo, mask=m_c)
     tl.store(p_row + 3 * n_channels, b_m2, mask=m_c)
 
 
 @triton.jit
-def merge_rows(p_statistics, n_channels, i_row, n_rows, o_c, m_c):
-    """Statistics of rows [i_row, i_row + n_rows) together, merged in order."""
-    p_row = p_statistics + i_row.to(tl.int64) * 4 * n_channels + o_c
-    b_n = tl.zeros(o_c.shape, dtype=p_statistics.dtype.element_ty)
+def merge_rows(p_moments, n_channels, i_row, n_rows, o_c, m_c):
+    """Moments of rows [i_row, i_row + n_rows) together, merged in order."""
+    p_row = p_moments + i_row.to(tl.int64) * 4 * n_channels + o_c
+    b_n = tl.zeros(o_c.shape, dtype=p_moments.dtype.element_ty)
     b_mean = b_n
-    b_rest = b_n
+    b_mean_lo = b_n
     b_m2 = b_n
     for _ in range(n_rows):
         b_n2 = tl.load(p_row, mask=m_c, other=0.0)
         b_mean2 = tl.load(p_row + n_channels, mask=m_c, other=0.0)
-        b_rest2 = tl.load(p_row + 2 * n_channels, mask=m_c, other=0.0)
+        b_mean_lo2 = tl.load(p_row + 2 * n_channels, mask=m_c, other=0.0)
         b_m22 = tl.load(p_row + 3 * n_channels, mask=m_c, other=0.0)
-        b_n, b_mean, b_rest, b_m2 = merge_statistics(b_n, b_mean, b_rest, b_m2, b_n2, b_mean2, b_rest2, b_m22)
+        b_n, b_mean, b_mean_lo, b_m2 = merge_moments(b_n, b_mean, b_mean_lo, b_m2, b_n2, b_mean2, b_mean_lo2, b_m22)
         p_row += 4 * n_channels
-    return b_n, b_mean, b_rest, b_m2
+    return b_n, b_mean, b_mean_lo, b_m2

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         row = _row(kernel, name, usage)
         rows.append(row)
         _progress(f"compiled {len(rows)}: {' '.join(row[:_PLACE])}")
-        problem = usage.problem(aot.ARCHITECTURES[name])
+        problem = usage.violation(aot.ARCHITECTURES[name])
         if problem:
             problems.append(f"{' '.join(row[:_PLACE])}: {problem}")
     _progress("")

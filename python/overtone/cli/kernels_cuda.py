@@ -15,7 +15,7 @@ def run(args: argparse.Namespace) -> int:
     obstacle = aot.obstacle()
     if obstacle:
         return fail("kernels", f"the CUDA kernels cannot be compiled: {obstacle}")
-    from overtone.tools import triton_aot as limits
+    from overtone.tools import occupancy as limits
 
     architectures = args.arch or list(aot.ARCHITECTURES)
     unknown = [name for name in architectures if name not in aot.ARCHITECTURES]
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         usage = limits.Usage(registers, spills, launch.shared_bytes, share)
         place = (launch.name, f"n={launch.n}", "", str(launch.warps), "", dtype, name)
         rows.append((*place, str(registers), str(spills), str(launch.shared_bytes), f"{share:.1%}"))
-        problem = usage.problem(architecture)
+        problem = usage.violation(architecture)
         if problem:
             problems.append(f"{' '.join(filter(None, place))}: {problem}")
     return kernels.report(args, rows, problems)

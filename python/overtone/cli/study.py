@@ -27,8 +27,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--methods", nargs="*", metavar="NAME", help="also compare methods: those named, or all of them"
     )
     parser.add_argument(
-        "--parts", nargs="*", metavar="NAME", help="compare besides the regimes: depth, kinds, methods (depth kinds)"
+        "--parts", nargs="*", metavar="NAME", help="compare besides the regimes: depth, kinds, text, methods"
     )
+    parser.add_argument("--long", action="store_true", help="also 4 to 32 layers, V Λ V⁻¹ on text and mixed")
     parser.add_argument("--quick", action="store_true", help="one seed, a smaller model, 2 epochs: under a minute")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (reports/study-NAME)")
     parser.set_defaults(run=run)
@@ -50,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             parts=_parts(arguments),
             depths=arguments.depths,
             methods=arguments.methods or None,
+            long=arguments.long,
         )
         result = study(plan, folder, jobs=arguments.jobs)
     except TrainingError as error:

@@ -31,6 +31,13 @@ def measure(
     if part == "regimes":
         return measure_trained(folder, config, images, device) if config.data.train_fraction == 1 else {}
     data = load_data(config)
+    if part == "text":
+        windows = next(iter(data.test.batches([torch.arange(min(images, len(data.test)))])))
+        tokens = data.info.prepare(windows.inputs, torch.float32)
+        return {
+            "bits": history[-1]["test_bits_per_byte"],
+            "trained": model_measures(load_model(folder).to(device), tokens),
+        }
     pixels, labels = _analyzed(data, images)
     trained = load_model(folder).to(device)
     if part == "depth":

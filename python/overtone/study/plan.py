@@ -16,10 +16,10 @@ REGIMES = {"free": "ViT", "smooth": "ViT⁺", "sharpen": "ViT⁻"}
 FRACTIONS = (1.0, 0.5, 0.1)
 
 # What `make study` compares besides the regimes, and what is compared when asked for.
-PARTS = ("depth", "kinds")
+PARTS = ("depth", "kinds", "text")
 OPTIONAL_PARTS = ("methods",)
 
-DEPTHS = (6, 12, 24)
+DEPTHS, LONG_DEPTHS = (6, 12, 24), (4, 8, 16, 24, 32)
 TAUS = (0.1, 0.5, 1.0)
 
 # Per data set: what differs from TrainConfig's defaults. Chosen on a validation split of the training images
@@ -37,6 +37,14 @@ DEPTH_RECIPES: dict[str, dict[str, Any]] = {"digits": {"learning_rate": 1e-3}}
 # The factor by which the deepest models' learning rate is raised, to see what else would train.
 FASTER = 2
 QUICK = {"dim": 32, "num_heads": 2, "depth": 4, "epochs": 2, "batch_size": 32, "warmup_epochs": 0.5}
+
+# Language models on the documentation that Python brings; their depth is not that of the images' models.
+TEXT_RECIPE: dict[str, Any] = {
+    "dim": 48, "num_heads": 3, "depth": 6, "context_length": 128, "epochs": 2, "batch_size": 16, "learning_rate": 2e-3,
+    "warmup_epochs": 0.1, "init_eigenvalue": 0.4,
+}  # fmt: skip
+TEXT_QUICK = {"dim": 16, "num_heads": 2, "epochs": 1, "context_length": 32, "train_fraction": 0.02, "batch_size": 8}
+TEXT_MODELS = {"free": "GPT", "smooth": "GPT⁺", "sharpen": "GPT⁻"}
 
 # β of mimetic initialization: the usual one, and the size at which the spectra of the digits' recipe start.
 MIMETIC = (0.05, 0.4)
@@ -92,6 +100,7 @@ class Plan:
     parts: tuple[str, ...] = ("regimes", *PARTS)
     depths: tuple[int, ...] = DEPTHS
     methods: tuple[str, ...] = tuple(METHODS)
+    long: bool = False
 
     @classmethod
     def of(
@@ -105,8 +114,11 @@ class Plan:
         parts: Sequence[str] = PARTS,
         depths: Sequence[int] | None = None,
         methods: Sequence[str] | None = None,
+        long: bool = False,
     ) -> Plan:
         """The study of "digits", or of "cifar10" or "cifar100" from data_dir.
+
+        The keywords are many because they are the command's options.
 
         Args:
             data: set, by its name.
@@ -117,6 +129,7 @@ class Plan:
             parts: what is compared besides the regimes, of PARTS and OPTIONAL_PARTS.
             depths: in layers, of the comparison of depths; DEPTHS, or (4, 8) where quick.
             methods: of METHODS, for the comparison of methods; all of them.
+            long: more depths, and both kinds of spectra on text and in mixed models.
         """
         if data not in RECIPES:
             raise ConfigError(f"data: got {data!r}, wanted one of {', '.join(RECIPES)}")
@@ -128,14 +141,15 @@ class Plan:
         recipe = RECIPES[data] | (QUICK if quick else {}) | ({} if epochs is None else {"epochs": epochs})
         config = TrainConfig(data=data, data_dir=data_dir, tensorboard=False, **recipe)
         seeds = (1 if quick else 3) if seeds is None else seeds
-        depths = ((4, 8) if quick else DEPTHS) if depths is None else depths
+        usual = (4, 8) if quick else LONG_DEPTHS if long else DEPTHS
+        depths = usual if depths is None else depths
         if seeds < 1:
             raise ConfigError(f"seeds: got {seeds}, wanted at least 1")
         if not depths or min(depths) < 1:
             raise ConfigError(f"depths: got {', '.join(map(str, depths))}, wanted numbers of at least 1")
         return cls(
             config, seeds, 8 if quick else 32, quick, ("regimes", *dict.fromkeys(parts)),
-            tuple(sorted(set(depths))), methods,
+            tuple(sorted(set(depths))), methods, long,
         )  # fmt: skip
 
     def runs(self) -> list[Run]:
@@ -144,7 +158,8 @@ class Plan:
 
     def runs_of(self, part: str) -> list[Run]:
         """The runs of one comparison; none where it is not in the plan."""
-        variants = {"regimes": self._regimes, "depth": self._depth, "kinds": self._kinds, "methods": self._methods}
+        variants = {"regimes": self._regimes, "depth": self._depth, "kinds": self._kinds, "methods": self._methods,
+                    "text": self._text}  # fmt: skip
         found = variants[part]() if part in self.parts else []
         return [
             Run(part, name, seed, config.replace(seed=seed)) for seed in range(self.seeds) for name, config in found
@@ -187,8 +202,21 @@ class Plan:
         half, rest = self.config.model.depth // 2, self.config.model.depth - self.config.model.depth // 2
         for label, first, second in (("−, then free", "sharpen", "free"), ("free, then −", "free", "sharpen")):
             config = self.regime_config(",".join([first] * half + [second] * rest))
-            found += [(f"{label}, V Λ Vᵀ", config), (f"{label}, V Λ V⁻¹", config.replace(kind="general"))]
+            found += [(f"{label}, V Λ Vᵀ", config)]
+            found += [(f"{label}, V Λ V⁻¹", config.replace(kind="general"))] if self.long else []
         return found
+
+    def _text(self) -> list[tuple[str, TrainConfig]]:
+        """Free, smoothing and sharpening of both kinds, and a mixed model."""
+        recipe = TEXT_RECIPE | (TEXT_QUICK if self.quick else {})
+        base = TrainConfig(data="text", tensorboard=False, **recipe)
+        found = [(TEXT_MODELS["free"], base)]
+        for regime, label in list(TEXT_MODELS.items())[1:]:
+            config = base.replace(regime=regime, bounded=regime == "sharpen")
+            found += [(label, config)] + ([(f"{label}, V Λ V⁻¹", config.replace(kind="general"))] if self.long else [])
+        half = recipe["depth"] // 2
+        mixed = ",".join(["sharpen"] * half + ["free"] * (recipe["depth"] - half))
+        return [*found, ("−, then free", base.replace(regime=mixed, bounded=True))]
 
     def _methods(self) -> list[tuple[str, TrainConfig]]:
         """The free ViT with every method, the two spectra, and the control for the start of the weights."""

@@ -34,7 +34,7 @@ class StudyResult(NamedTuple):
 
         tables = all_tables(self.results)
         names = (
-            "table1-dominance", "table2-less-data", "table3-corruptions", "depth-accuracy", "kinds", "methods",
+            "table1-dominance", "table2-less-data", "table3-corruptions", "depth-accuracy", "kinds", "text", "methods",
             "findings", "claims",
         )  # fmt: skip
         return "\n\n".join([*(tables[name].text() for name in names if name in tables), f"Report: {self.report}"])

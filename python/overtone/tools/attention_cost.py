@@ -1,7 +1,8 @@
 """What a launch moves and multiplies, as a formula; tests count the same in Triton's interpreter.
 
 Bytes are those that cross HBM if a launch finds its second reading of anything in L2: every tensor once. FLOPs are the
-products the kernel executes, padding of its tiles included. Causal launches are not modelled: they skip blocks.
+products the kernel executes, padding of its tiles included. Not modeled: causal launches, which skip tiles; gain, bias
+and sample_scale, a few numbers; a dq_kernel that makes δ.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from overtone.triton_kernels.attention import launch as attention
+from overtone.triton_kernels.frequency import launch as frequency
 from overtone.triton_kernels.runtime import Launch, assume_architecture, record_launches
 
 
@@ -38,12 +40,12 @@ Values = dict[str, Any]  # a launch's arguments and constants by name, and "prog
 
 
 def _attention_flops(v: Values) -> int:
-    blocks = 1 if v["WHOLE"] else _ceil(v["n_keys"], v["BN"])
+    blocks = 1 if v["SINGLE_PASS"] else _ceil(v["n_keys"], v["BN"])
     return v["programs"] * blocks * 4 * v["BM"] * v["BN"] * v["BD"]
 
 
 def _fused_flops(v: Values) -> int:
-    projection = 2 * v["BM"] * v["BD"] * v["BE"] * v["PIECES"]
+    projection = 2 * v["BM"] * v["BD"] * v["E_TILE"] * v["NUM_E_TILES"]
     return v["n_heads"] * (_attention_flops(v) + v["programs"] * projection)
 
 
@@ -59,7 +61,7 @@ def _per_head(v: Values) -> int:
     return v["n_heads"]
 
 
-def _per_row_of_heads(v: Values) -> int:
+def _per_tokens_of_heads(v: Values) -> int:
     return v["programs"] // v["n_heads"]
 
 
@@ -72,7 +74,7 @@ def _per_key_block(v: Values) -> int:
 
 
 def _per_column(v: Values) -> int:
-    return _ceil(v["n_channels"], v["BE"])
+    return _ceil(v["n_channels"], v["BE" if "BE" in v else "E_TILE"])
 
 
 def _per_row_of_columns(v: Values) -> int:
@@ -91,53 +93,48 @@ class _Kernel(NamedTuple):
     flops: Callable[[Values], int] = lambda v: 0
 
 
-_FORWARD = {"p_q": _once, "p_k": _per_query_block, "p_v": _per_query_block, "p_mask": _once}
-_Y = ("p_y", "p_wide", "p_statistics")
+_LOGITS = {"p_q": _once, "p_k": _per_query_block, "p_v": _per_query_block, "p_mask": _once}
+_FORWARD = _LOGITS | {"p_addend": _once}
 KERNELS = {
-    "attention": _Kernel(_FORWARD, ("p_heads", "p_rows"), _attention_flops),
+    "attention": _Kernel(_FORWARD, ("p_out", "p_stats"), _attention_flops),
     "fused": _Kernel(
-        _FORWARD | {"p_eigenvalues": _per_program, "p_basis": _per_program, "p_r": _once},
-        (*_Y, "p_heads", "p_rows"), _fused_flops,
+        _FORWARD | {"p_weight": _per_program, "p_r": _once}, ("p_y", "p_moments", "p_out", "p_stats"), _fused_flops
     ),
     "projection": _Kernel(
-        {"p_heads": _per_column, "p_eigenvalues": _per_program, "p_basis": _per_row_of_columns, "p_r": _once}, _Y,
-        lambda v: v["programs"] * _ceil(v["n_features"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BE"],
+        {"p_out": _per_column, "p_weight": _per_row_of_columns, "p_r": _once}, ("p_y", "p_moments"),
+        lambda v: v["programs"] * _ceil(v["n_features"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["E_TILE"],
     ),
-    "heads_gradient": _Kernel(
-        {"p_g": _per_head, "p_eigenvalues": _per_row_of_heads, "p_basis": _per_row_of_heads, "p_heads": _once},
-        ("p_grad_heads", "p_delta", "p_grad_eigenvalues"),
+    "dout": _Kernel(
+        {"p_g": _per_head, "p_weight": _per_tokens_of_heads, "p_out": _once}, ("p_dout", "p_delta"),
         lambda v: v["programs"] * _ceil(v["n_channels"], v["BK"]) * 2 * v["BM"] * v["BK"] * v["BD"],
     ),
-    "basis_gradient": _Kernel(
-        {
-            "p_heads": _per_column, "p_g": _per_row_of_features,
-            "p_eigenvalues": lambda v: v["programs"] // _per_row_of_features(v),
-        },
-        ("p_grad_basis",), lambda v: 2 * v["BM"] * v["BE"] * v["BK"] * _split_blocks(v),
+    "dweight": _Kernel(
+        {"p_out": _per_column, "p_g": _per_row_of_features}, ("p_dweight",),
+        lambda v: 2 * v["BM"] * v["BE"] * v["BK"] * _split_blocks(v),
     ),
-    "key_value_gradient": _Kernel(
+    "dkv": _Kernel(
         {
             "p_q": _per_key_block, "p_k": _once, "p_v": _once, "p_mask": _once,
-            "p_grad_heads": _per_key_block, "p_rows": _per_key_block, "p_delta": _per_key_block,
+            "p_dout": _per_key_block, "p_stats": _per_key_block, "p_delta": _per_key_block,
         },
-        ("p_grad_k", "p_grad_v"),
+        ("p_dk", "p_dv"),
         lambda v: v["programs"] * _ceil(v["n_queries"], v["BM"]) * 8 * v["BM"] * v["BN"] * v["BD"],
     ),
-    "query_gradient": _Kernel(
-        _FORWARD | {"p_grad_heads": _once, "p_rows": _once, "p_delta": _once}, ("p_grad_q", "p_grad_logits"),
+    "dq": _Kernel(
+        _LOGITS | {"p_dout": _once, "p_stats": _once, "p_delta": _once}, ("p_dq", "p_ds"),
         lambda v: v["programs"] * _ceil(v["n_keys"], v["BN"]) * 6 * v["BM"] * v["BN"] * v["BD"],
     ),
-    "column_sums": _Kernel({"p_rows": _once}, ("p_sums",)),
-    "norms": _Kernel({"p_statistics": _once}, ("p_low", "p_high")),
-    "roots": _Kernel({"p_low2": _once, "p_high2": _once}, ("p_low", "p_high")),
+    "reduce_rows": _Kernel({"p_rows": _once}, ("p_sums",)),
+    "norms": _Kernel({"p_moments": _once}, ("p_low", "p_high")),
+    "finish_norms": _Kernel({"p_low2": _once, "p_high2": _once}, ("p_low", "p_high")),
     "norms_backward": _Kernel(
-        dict.fromkeys(("p_x", "p_added", "p_grad_low", "p_grad_high", "p_low", "p_high"), _once), ("p_grad_x",)
+        dict.fromkeys(("p_x", "p_addend", "p_grad_low", "p_grad_high", "p_low", "p_high"), _once), ("p_grad_x",)
     ),
 }  # fmt: skip
 
 
 def _split_blocks(v: Values) -> int:
-    """Steps of the basis gradient's loop, over all programs: the last split may be shorter."""
+    """Steps of ∂W's loop, over all programs: the last split may be shorter."""
     splits = _ceil(v["n_tokens"], v["n_split_tokens"])
     steps = sum(
         _ceil(min(v["n_split_tokens"], v["n_tokens"] - i * v["n_split_tokens"]), v["BK"]) for i in range(splits)
@@ -157,7 +154,8 @@ def cost(launch: Launch) -> Cost:
     name = launch.kernel.fn.__name__.removesuffix("_kernel")
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.meta
     values["programs"] = torch.Size(launch.grid).numel()
-    assert not values.get("IS_CAUSAL"), "causal launches are not modelled"
+    assert not values.get("MAKE_DELTA"), "δ made by dq_kernel is not modeled"
+    assert not values.get("IS_CAUSAL"), "causal launches are not modeled"
     kernel = KERNELS[name]
     read, written = (sum(_touched(values[arg]) for arg in args) for args in (kernel.reads, kernel.writes))
     loaded = sum(times(values) * values[arg].nbytes for arg, times in kernel.reads.items() if values[arg] is not None)
@@ -214,16 +212,20 @@ GPUS = {
 def ours(shape: Shape, dtype: torch.dtype, architecture: str, training: bool) -> list[Cost]:
     """The launches of y with its norms, and in training of all gradients, as they are made on this architecture."""
     b, n, c, h = shape[1:]
-    qkv = torch.empty(b, n, 3, h, c // h, dtype=dtype, device="meta").permute(2, 0, 3, 1, 4).unbind(0)
+    qkv = torch.empty(b, n, 3, h, c // h, dtype=dtype, device="meta")
     residual = torch.empty(b, n, c, dtype=dtype, device="meta")
-    weights = torch.empty(c, device="meta"), torch.empty(c, c, dtype=dtype, device="meta")
-    call = *qkv, *weights
-    rest = None, False, 1.0
+    weight = torch.empty(c, c, device="meta")
+    rest = None, None, None, False, 1.0
+    heads = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     with assume_architecture(architecture), record_launches() as launches:
-        y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, True, False, training)
+        y, low, high, attn_out, stats = attention.forward(
+            *heads, weight, None, residual, None, *rest, True, False, training
+        )
         if training:
-            attention.backward(residual, low, high, y, low, high, *call, *rest, heads, rows, 31)
-    return [cost(launch) for launch in launches]
+            grad = frequency.norms_backward(low, high, y, low, high, None, residual)
+            attention.backward_qkvpacked(grad, qkv, weight, *rest, attn_out, stats, 0b1111)
+    rounded = Cost("weight to dtype", weight.nbytes, weight.numel() * dtype.itemsize, 0)
+    return [cost(launch) for launch in launches] + ([rounded] * (1 + training) if dtype != weight.dtype else [])
 
 
 def eager(shape: Shape, dtype: torch.dtype, training: bool, norms_dtype: torch.dtype = torch.float32) -> list[Cost]:
@@ -298,13 +300,13 @@ BUSY_WARPS = 8
 SHARED_BYTES = 128
 # The sides of what a kernel multiplies, which its warps share.
 _SIDES = {
-    "attention": ("BM", "BN"), "fused": ("BM", "BN"), "projection": ("BM", "BE"), "heads_gradient": ("BM", "BD"),
-    "basis_gradient": ("BM", "BE"), "key_value_gradient": ("BN", "BM"), "query_gradient": ("BM", "BN"),
+    "attention": ("BM", "BN"), "fused": ("BM", "BN"), "projection": ("BM", "E_TILE"), "dout": ("BM", "BD"),
+    "dweight": ("BM", "BE"), "dkv": ("BN", "BM"), "dq": ("BM", "BN"),
 }  # fmt: skip
 
 
 def time(launch: Launch, gpu: Gpu, resident_warps: int) -> float:
-    """Seconds of a launch, of which a processor holds so many warps; by this the blocks of the table are chosen.
+    """Seconds of a launch, of which a processor holds so many warps; the configurations of the table are chosen by it.
 
     Products run at the peak, at half of it where a tile has too few rows for the widest instruction, and at a share of
     it where fewer than BUSY_WARPS are resident; their operands come from shared memory, each as often as warps share

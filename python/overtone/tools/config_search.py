@@ -9,9 +9,8 @@ which its kernel is launched with it (triton_aot.attention_calls). Of those the 
 time by attention_cost.time, at the occupancy that its registers and shared memory allow; of equals, the first of the
 lists below.
 
-What compilation said of every candidate stands in tests/triton/config_search.csv, with which a test derives the table
-again and compiles nothing. It is believed here too, so that an interrupted --write resumes: after a change of the
-kernels, delete their lines.
+What compilation said of every candidate is cached in build/config_search.csv, so that an interrupted search resumes:
+after a change of the kernels, delete their lines.
 """
 
 from __future__ import annotations
@@ -30,45 +29,46 @@ import torch
 from triton.errors import TritonError
 
 from overtone.tools import attention_cost as model
+from overtone.tools import occupancy
 from overtone.tools import triton_aot as aot
 from overtone.triton_kernels.attention import config as configs
-from overtone.triton_kernels.attention.config import Blocks
-from overtone.triton_kernels.runtime import Launch, assume_architecture, record_launches
+from overtone.triton_kernels.runtime import Launch, LaunchConfig, assume_architecture, record_launches
 
 TILES: dict[str, list[tuple[int, ...]]] = {
     "attention": [(128, 64), (128, 32), (64, 64), (64, 32), (32, 64), (32, 32), (32, 16), (16, 32), (16, 16)],
-    "attention_whole": [(64, 256), (32, 256), (16, 256)],
+    "attention_single_pass": [(64, 256), (32, 256), (16, 256)],
     "fused": [(64, 64), (64, 32), (32, 64), (32, 32), (16, 64), (16, 32)],
-    "fused_whole": [(64, 256), (32, 256)],
+    "fused_single_pass": [(64, 256), (32, 256)],
     "projection": [(128, 64, 64), (128, 64, 32), (64, 64, 64), (64, 64, 32), (64, 32, 32), (32, 32, 32)],
-    "heads_gradient": [(128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16)],
-    "basis_gradient": [(64, 64, 64), (64, 64, 32), (64, 32, 32), (32, 32, 32)],
-    "key_value_gradient": [(64, 128), (32, 128), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16)],
-    "key_value_apart": [(32, 32), (16, 32), (16, 16)],
-    "query_gradient": [(128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)],
+    "dout": [(128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16)],
+    "dweight": [(64, 64, 64), (64, 64, 32), (64, 32, 32), (32, 32, 32)],
+    "dkv": [(64, 128), (32, 128), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16)],
+    "dkv_split": [(32, 32), (16, 32), (16, 16)],
+    "dq": [(128, 64), (128, 32), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)],
 }
 # float32 without matrix instructions: every thread holds rows and columns of its operands.
 FLOAT_TILES: dict[str, list[tuple[int, ...]]] = {
     "attention": [(32, 32), (32, 16), (16, 16)],
     "projection": [(64, 64, 32), (64, 32, 32), (32, 32, 32)],
-    "heads_gradient": [(32, 32), (32, 16), (16, 16)],
-    "basis_gradient": [(64, 64, 32), (64, 32, 32), (32, 32, 32)],
-    "key_value_gradient": [(32, 32), (16, 32), (16, 16)],
-    "key_value_apart": [(32, 32), (16, 32), (16, 16)],
-    "query_gradient": [(32, 32), (32, 16), (16, 16)],
+    "dout": [(32, 32), (32, 16), (16, 16)],
+    "dweight": [(64, 64, 32), (64, 32, 32), (32, 32, 32)],
+    "dkv": [(32, 32), (16, 32), (16, 16)],
+    "dkv_split": [(32, 32), (16, 32), (16, 16)],
+    "dq": [(32, 32), (32, 16), (16, 16)],
 }
 WARPS = (8, 4)
 STAGES = {"half": (3, 2, 1), "tf32": (3, 2, 1), "float": (2, 1)}
 # The tiles that a kernel loads in its loop or before it, by the constants of their sides.
 OPERANDS = {
-    "projection": (("BM", "BK"), ("BK", "BE")),
-    "heads_gradient": (("BM", "BK"), ("BD", "BK")),
-    "basis_gradient": (("BK", "BM"), ("BK", "BE")),
+    "projection": (("BM", "BK"), ("BK", "E_TILE")),
+    "dout": (("BM", "BK"), ("BD", "BK")),
+    "dweight": (("BK", "BM"), ("BK", "BE")),
 }
 VECTOR = 16  # bytes
-RECORD = Path(__file__).resolve().parents[3] / "tests" / "triton" / "config_search.csv"
-# Blocks for the launches of a call that are not looked at.
-ANY = {name: Blocks(dict.fromkeys(names, 32), 4) for name, names in configs.TILES.items()}
+NOT_MODELED = {"IS_CAUSAL": False, "MAKE_DELTA": False}
+RECORD = Path(__file__).resolve().parents[3] / "build" / "config_search.csv"
+# LaunchConfig for the launches of a call that are not looked at.
+ANY = {name: LaunchConfig(dict.fromkeys(names, 32), 4) for name, names in configs.TILES.items()}
 
 
 class Row(NamedTuple):
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     kernel: str
 
     def calls(self, architecture: str) -> list[aot.AttentionCall]:
-        """In which the kernel is launched with the row's blocks, those of many tokens first."""
+        """In which the kernel is launched with the row's configuration, those of many tokens first."""
         dtype = torch.bfloat16 if self.kind == "half" else torch.float32
         precision = "tf32" if self.kind == "tf32" else "ieee"
         found = [
@@ -92,37 +92,41 @@ class Row(NamedTuple):
         ]
         return sorted(found, key=lambda call: (call.mask != "bias", not call.is_causal, -call.tokens))
 
-    def launches(self, architecture: str, blocks: Blocks) -> list[list[Launch]]:
-        """Of the kernel with these blocks, by what is compiled: the one that is timed, then with other sizes."""
-        trial = {name: ANY[name] for name in ANY if "fused" not in name and "whole" not in name and "apart" not in name}
-        if self.kernel == "fused_whole":
+    def launches(self, architecture: str, config: LaunchConfig) -> list[list[Launch]]:
+        """Of the kernel with this configuration, by what is compiled: the one that is timed, then with other sizes."""
+        trial = {
+            name: ANY[name] for name in ANY if "fused" not in name and "single_pass" not in name and "split" not in name
+        }
+        if self.kernel == "fused_single_pass":
             trial["fused"] = ANY["fused"]
-        trial[self.kernel] = blocks
-        name = self.kernel.removesuffix("_whole").replace("key_value_apart", "key_value_gradient")
+        trial[self.kernel] = config
+        name = self.kernel.removesuffix("_single_pass").replace("dkv_split", "dkv")
         found: dict[tuple, list[Launch]] = {}
         with assume_architecture(architecture), mock.patch.object(configs, "table", _table_of(trial)):
             for call in self.calls(architecture):
                 with record_launches() as launches:
                     call()
                 for launch in launches:
-                    is_whole = bool(launch.meta.get("WHOLE"))
-                    if launch.kernel.fn.__name__ == f"{name}_kernel" and is_whole == self.kernel.endswith("_whole"):
+                    is_single_pass = bool(launch.meta.get("SINGLE_PASS"))
+                    if launch.kernel.fn.__name__ == f"{name}_kernel" and is_single_pass == self.kernel.endswith(
+                        "_single_pass"
+                    ):
                         found.setdefault(aot.variant(launch), []).append(launch)
         return list(found.values())
 
-    def loads_vectors(self, blocks: Blocks, warp_size: int) -> bool:
+    def loads_vectors(self, config: LaunchConfig, warp_size: int) -> bool:
         """Whether a tile has VECTOR bytes for every thread."""
-        sides = blocks.tile | {"BD": 0 if self.width == "any" else int(self.width)}
+        sides = config.tile | {"BD": 0 if self.width == "any" else int(self.width)}
         operands = OPERANDS.get(self.kernel, (("BM", "BD"), ("BN", "BD")))
         size = max(sides[rows] * sides[columns] for rows, columns in operands) * (2 if self.kind == "half" else 4)
-        return size >= VECTOR * warp_size * blocks.num_warps
+        return size >= VECTOR * warp_size * config.num_warps
 
 
-def _table_of(blocks: dict[str, Blocks]):
+def _table_of(config: dict[str, LaunchConfig]):
     """Stands in for configs.table."""
 
     def table(architecture, dtype, precision, width, masked):
-        return configs.Table(configs.padded_width(width), blocks)
+        return configs.ConfigTable(configs.padded_width(width), config)
 
     return table
 
@@ -131,39 +135,39 @@ def rows() -> Iterator[Row]:
     """In half precision a mask's tile decides what fits, so masks have rows of their own; float32 has one for both."""
     for kind in ("half", "tf32", "float"):
         yield Row(kind, "any", "any", "projection")
-        yield Row(kind, "any", "any", "basis_gradient")
+        yield Row(kind, "any", "any", "dweight")
         for width in ("64", "128"):
-            yield Row(kind, width, "any", "heads_gradient")
+            yield Row(kind, width, "any", "dout")
             for mask in ("plain", "masked") if kind == "half" else ("any",):
                 yield Row(kind, width, mask, "attention")
                 if kind == "half" and mask == "plain":
-                    yield Row(kind, width, mask, "attention_whole")
+                    yield Row(kind, width, mask, "attention_single_pass")
                 if kind != "float" and width == "64":
                     yield Row(kind, width, mask, "fused")
                 if kind == "half" and mask == "plain" and width == "64":
-                    yield Row(kind, width, mask, "fused_whole")
-                for kernel in ("key_value_gradient", "key_value_apart", "query_gradient"):
+                    yield Row(kind, width, mask, "fused_single_pass")
+                for kernel in ("dkv", "dkv_split", "dq"):
                     yield Row(kind, width, mask, kernel)
 
 
-def every_blocks(row: Row, column: str) -> Iterator[Blocks]:
+def every_config(row: Row, column: str) -> Iterator[LaunchConfig]:
     names, tiles = configs.TILES[row.kernel], (FLOAT_TILES if row.kind == "float" else TILES)[row.kernel]
-    warp_size = aot.ARCHITECTURES[column].target.warp_size
-    stages = (1,) if row.kernel.endswith("_whole") else STAGES[row.kind]
+    warp_size = occupancy.ARCHITECTURES[column].target.warp_size
+    stages = (1,) if row.kernel.endswith("_single_pass") else STAGES[row.kind]
     for tile, num_warps, num_stages in itertools.product(tiles, WARPS, stages):
-        blocks = Blocks(dict(zip(names, tile, strict=True)), num_warps, num_stages)
-        if row.loads_vectors(blocks, warp_size):
-            yield blocks
+        config = LaunchConfig(dict(zip(names, tile, strict=True)), num_warps, num_stages)
+        if row.loads_vectors(config, warp_size):
+            yield config
 
 
-def candidates(row: Row, column: str) -> Iterator[tuple[Blocks, list[list[Launch]]]]:
-    """Blocks, and the launches with them."""
-    for _, same_tile in itertools.groupby(every_blocks(row, column), key=lambda blocks: blocks.tile):
+def candidates(row: Row, column: str) -> Iterator[tuple[LaunchConfig, list[list[Launch]]]]:
+    """LaunchConfig, and the launches with them."""
+    for _, same_tile in itertools.groupby(every_config(row, column), key=lambda config: config.tile):
         first, *rest = same_tile
         launches = row.launches(column, first)
-        for blocks in (first, *rest):
-            options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-            yield blocks, [[x._replace(meta=x.meta | options) for x in same] for same in launches]
+        for config in (first, *rest):
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            yield config, [[x._replace(meta=x.meta | options) for x in same] for same in launches]
 
 
 class Record:
@@ -172,61 +176,62 @@ class Record:
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
         self.verdicts: dict[tuple[str, ...], str] = {}
-        if file is not None:
+        if file is not None and file.exists():
             with file.open(newline="") as lines:
-                self.verdicts = {tuple(line[:-1]): line[-1] for line in list(csv.reader(lines))[1:]}
+                self.verdicts = {tuple(line[:-1]): line[-1] for line in csv.reader(lines)}
 
-    def verdict(self, search: Search, blocks: Blocks, launches: list[list[Launch]], best_time: float) -> str:
-        key = (*search.row, search.column, as_cell(blocks))
+    def verdict(self, search: Search, config: LaunchConfig, launches: list[list[Launch]], best_time: float) -> str:
+        key = (*search.row, search.column, as_cell(config))
         if key not in self.verdicts:
-            self.verdicts[key] = search.compile(blocks, launches, best_time)
+            self.verdicts[key] = search.compile(config, launches, best_time)
             if self.file is not None:
+                self.file.parent.mkdir(exist_ok=True)
                 with self.file.open("a") as lines:
                     lines.write(",".join((*key, self.verdicts[key])) + "\n")
         return self.verdicts[key]
 
 
 class Search:
-    """The fastest blocks of a row, by the model, among those that fit every architecture of the column."""
+    """The fastest configuration of a row, by the model, among those that fit every architecture of the column."""
 
     def __init__(self, row: Row, column: str, record: Record) -> None:
         self.row, self.column, self.record = row, column, record
         self.gpu = next(gpu for gpu in model.GPUS.values() if gpu.architecture == column)
-        names = sorted(aot.ARCHITECTURES, key=lambda name: name != column)
+        names = sorted(occupancy.ARCHITECTURES, key=lambda name: name != column)
         self.architectures = [
-            aot.ARCHITECTURES[name] for name in names if configs.column_of(name) == column and row.calls(name)
+            occupancy.ARCHITECTURES[name] for name in names if configs.config_arch(name) == column and row.calls(name)
         ]
         self.shared = min(architecture.shared_per_block for architecture in self.architectures)
-        self.spilled: list[Blocks] = []
+        self.spilled: list[LaunchConfig] = []
 
-    def fastest(self) -> Blocks | None:
+    def fastest(self) -> LaunchConfig | None:
         """At full occupancy a candidate's time is a lower bound: those whose bound is no better are not compiled."""
         launches = list(candidates(self.row, self.column))
         full = self.architectures[0].warps_per_processor
         bounds = [self._time(asked, [full] * len(asked)) for _, asked in launches]
         best, best_time = None, float("inf")
-        for bound, (blocks, asked) in sorted(zip(bounds, launches, strict=True), key=lambda pair: pair[0]):
+        for bound, (config, asked) in sorted(zip(bounds, launches, strict=True), key=lambda pair: pair[0]):
             if bound >= best_time:
                 break
-            if any(_is_harder(blocks, other) for other in self.spilled):
+            if any(_is_harder(config, other) for other in self.spilled):
                 continue
-            verdict = self.record.verdict(self, blocks, asked, best_time)
+            verdict = self.record.verdict(self, config, asked, best_time)
             if verdict == "spills":
-                self.spilled.append(blocks)
+                self.spilled.append(config)
             if verdict[0].isdigit() and self._time(asked, _numbers(verdict)) < best_time:
-                best, best_time = blocks, self._time(asked, _numbers(verdict))
+                best, best_time = config, self._time(asked, _numbers(verdict))
         return best
 
     def _time(self, launches: list[list[Launch]], warps: list[int]) -> float:
-        """A causal mask is not modelled: it skips about half of any tiles."""
-        full = (first._replace(meta=first.meta | {"IS_CAUSAL": False}) for first, *_ in launches)
+        """At what is modeled: a causal mask skips about half of any tiles, and δ takes a loop more of any."""
+        full = (first._replace(meta=first.meta | NOT_MODELED) for first, *_ in launches)
         return sum(model.time(launch, self.gpu, resident) for launch, resident in zip(full, warps, strict=True))
 
-    def compile(self, blocks: Blocks, launches: list[list[Launch]], best_time: float) -> str:
+    def compile(self, config: LaunchConfig, launches: list[list[Launch]], best_time: float) -> str:
         """Resident warps of every launch on the column's own architecture, or why one does not fit.
 
-        Blocks that are no better there than the best so far are not tried on the column's other architectures, nor in
-        float16, for which AMD's compiler may need more registers than for bfloat16.
+        What is no better there than the best so far is not tried on the column's other architectures, nor in float16:
+        AMD's compiler may need more registers for that than for bfloat16.
         """
         own, *others = self.architectures
         warps = []
@@ -245,23 +250,23 @@ class Search:
         except DoesNotFitError as error:
             return str(error)
         except (TritonError, RuntimeError) as error:  # RuntimeError: of the compiler's passes
-            print(f"{blocks} does not compile: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"{config} does not compile: {str(error).splitlines()[0]}", file=sys.stderr)
             return "does not compile"
         return " ".join(map(str, warps))
 
-    def _resident_warps(self, launch: Launch, architecture: aot.Architecture) -> int:
+    def _resident_warps(self, launch: Launch, architecture: occupancy.Architecture) -> int:
         usage = aot.compile(aot.Kernel(self.row.kernel, "", launch.args[0].dtype, launch), architecture)
         if usage.spills:
             # With registers left the compiler spilled for more resident warps, which says nothing of larger tiles.
             is_full = usage.registers >= architecture.registers_per_thread
             raise DoesNotFitError("spills" if is_full else "spills with registers left")
-        if usage.problem(architecture) is not None or usage.shared > self.shared:  # it is about the same on all
+        if usage.violation(architecture) is not None or usage.shared > self.shared:  # it is about the same on all
             raise DoesNotFitError("exceeds a limit")
         return round(usage.occupancy * architecture.warps_per_processor)
 
 
 class DoesNotFitError(Exception):
-    """Blocks spill or exceed a limit."""
+    """LaunchConfig spill or exceed a limit."""
 
 
 def _numbers(verdict: str) -> list[int]:
@@ -284,23 +289,23 @@ def _in_float16(launch: Launch) -> Launch:
     return launch._replace(args=tuple(args))
 
 
-def _is_harder(blocks: Blocks, other: Blocks) -> bool:
-    """Than blocks which spill: no smaller in any side, no fewer loads under way, and not held by more warps."""
-    sides = zip(blocks.tile.values(), other.tile.values(), strict=True)
-    eases = blocks.num_warps > other.num_warps or blocks.num_stages < other.num_stages
+def _is_harder(config: LaunchConfig, other: LaunchConfig) -> bool:
+    """Than one which spills: no smaller in any side, no fewer loads under way, and not held by more warps."""
+    sides = zip(config.tile.values(), other.tile.values(), strict=True)
+    eases = config.num_warps > other.num_warps or config.num_stages < other.num_stages
     return not eases and all(size >= than for size, than in sides)
 
 
-def as_cell(blocks: Blocks | None) -> str:
+def as_cell(config: LaunchConfig | None) -> str:
     """As in the table."""
-    return "-" if blocks is None else ".".join(map(str, (*blocks.tile.values(), blocks.num_warps, blocks.num_stages)))
+    return "-" if config is None else ".".join(map(str, (*config.tile.values(), config.num_warps, config.num_stages)))
 
 
 def cell(row: Row, architecture: str, column: dict[Row, str], record: Record) -> str:
     if row.kind == "tf32" and architecture.startswith("gfx"):
         return "-"  # AMD's Triton has no TF32
-    together = column.get(row._replace(kernel="key_value_gradient"), "-")
-    if row.kernel == "key_value_apart" and together != "-":
+    together = column.get(row._replace(kernel="dkv"), "-")
+    if row.kernel == "dkv_split" and together != "-":
         return "-"
     return as_cell(Search(row, architecture, record).fastest())
 

@@ -8,52 +8,26 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from overtone.tools.occupancy import ARCHITECTURES, Architecture, Usage, occupancy, read_amdgcn, read_cubin
 from overtone.triton_kernels.attention import config as attention_configs
 from overtone.triton_kernels.attention import launch as attention
 from overtone.triton_kernels.frequency import config as configs
 from overtone.triton_kernels.frequency import launch as frequency
-from overtone.triton_kernels.runtime import Launch, assume_architecture, record_launches
+from overtone.triton_kernels.runtime import Launch, accumulate_dtype, assume_architecture, record_launches
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Architecture(NamedTuple):
-    """A GPU's limits: of a block (workgroup), and of the processor (SM, CU, WGP) that runs several of them."""
-
-    target: GPUTarget
-    shared_per_block: int
-    shared_per_processor: int
-    registers_per_thread: int
-    registers_per_processor: int  # of 32 bits
-    register_granularity: int  # per thread
-    warps_per_processor: int
-
-
-KIB = 1024
-ARCHITECTURES = {
-    "sm_80": Architecture(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB, 255, 65536, 8, 64),
-    "sm_89": Architecture(GPUTarget("cuda", 89, 32), 99 * KIB, 100 * KIB, 255, 65536, 8, 48),
-    "sm_90": Architecture(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB, 255, 65536, 8, 64),
-    "sm_100": Architecture(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB, 255, 65536, 8, 64),
-    "sm_120": Architecture(GPUTarget("cuda", 120, 32), 99 * KIB, 100 * KIB, 255, 65536, 8, 48),
-    "gfx942": Architecture(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 512, 4 * 512 * 64, 8, 32),
-    "gfx1100": Architecture(GPUTarget("hip", "gfx1100", 32), 64 * KIB, 128 * KIB, 256, 4 * 1536 * 32, 24, 64),
-}
 
 
 class Kernel(NamedTuple):
@@ -74,25 +48,7 @@ class Kernel(NamedTuple):
         return "×".join(str(size) for name, size in self.launch.meta.items() if name in _SIZES)
 
 
-_SIZES = ("BT", "BC", "BM", "BN", "BE", "BK", "PIECES")
-
-
-class Usage(NamedTuple):
-    """What a compiled kernel takes. Spills: bytes of local memory per thread; occupancy: resident warps / possible."""
-
-    registers: int
-    spills: int
-    shared: int
-    occupancy: float
-
-    def problem(self, architecture: Architecture) -> str | None:
-        if self.spills:
-            return f"spills {self.spills} bytes"
-        if self.shared > architecture.shared_per_block:
-            return f"wants {self.shared} bytes of shared memory, a block may have {architecture.shared_per_block}"
-        if self.registers > architecture.registers_per_thread:
-            return f"wants {self.registers} registers, a thread may have {architecture.registers_per_thread}"
-        return None if self.occupancy else "does not fit on a processor"
+_SIZES = ("BT", "BC", "BM", "BN", "BE", "E_TILE", "BK", "NUM_E_TILES")
 
 
 def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
@@ -112,20 +68,25 @@ def kernels(dtype: torch.dtype, architecture: str) -> list[Kernel]:
 
 
 def variant(launch: Launch) -> tuple:
-    """What another compilation differs in: constants, and dtypes of the tensors or that they are absent."""
-    kinds = tuple(
-        getattr(arg, "dtype", None) if arg is None or torch.is_tensor(arg) else "number" for arg in launch.args
-    )
-    return launch.kernel.fn.__name__, tuple(launch.meta.items()), kinds
+    """What another compilation differs in: constants, dtypes of the tensors or that they are absent, unit strides."""
+    values = zip(launch.kernel.arg_names, launch.args, strict=False)
+    return launch.kernel.fn.__name__, tuple(launch.meta.items()), tuple(_kind(name, value) for name, value in values)
+
+
+def _kind(name: str, value: Any) -> Any:
+    if value is None or torch.is_tensor(value):
+        return getattr(value, "dtype", None)
+    # Triton takes an integer that is 1 for a constant. How many heads or tokens there are changes no kernel much.
+    return "unit stride" if re.fullmatch(r"\w+_s\w", name) and value == 1 else "number"
 
 
 def _cases(dtype: torch.dtype, architecture: str) -> dict[str, Callable[[], None]]:
     """Calls that together make every configuration, by name."""
     cases: dict[str, Callable[[], None]] = {}
-    for tokens in (*(config.BT for config in configs.WHOLE), 4 * configs.SPLIT_TOKENS):
+    for tokens in (*(config.tile["BT"] for config in configs.SINGLE_PASS), 4 * configs.SPLIT_TOKENS):
         cases[f"N={tokens}"] = partial(_call_frequency_ops, dtype, tokens)
     for call in attention_calls(dtype, architecture) if dtype in ATTENTION_DTYPES else ():
-        if attention_configs.is_shipped(architecture, dtype, call.width):
+        if attention_configs.unsupported_reason(architecture, dtype, call.width) is None:
             cases[call.name] = call.__call__
     return cases
 
@@ -141,58 +102,126 @@ class AttentionCall(NamedTuple):
     is_causal: bool = False
     precision: str = "ieee"
     is_inference: bool = False
+    # What a model changes, joined by "+": "autocast" (residual and y are float32), "quiet" (no norms), "bare" (neither
+    # norms nor residual), "bias", "drop" (stochastic depth), "gain", "addend" (of a head: float32), "value" (an addend
+    # like the values).
+    form: str = ""
 
     @property
     def name(self) -> str:
         sizes = f"N={self.tokens},D={self.width},E={self.channels}"
         precision, mode = self.precision.removeprefix("ieee"), "inference" * self.is_inference
-        marks = ("causal" * self.is_causal, self.mask, precision, mode)
+        marks = ("causal" * self.is_causal, self.mask, precision, mode, self.form)
         return ",".join((sizes, *filter(None, marks)))
 
     def __call__(self) -> None:
-        heads = 3
-        empty = partial(torch.empty, dtype=self.dtype, device="meta")
-        qkv = empty(64, self.tokens, 3, heads, self.width).permute(2, 0, 3, 1, 4).unbind(0)
-        residual, basis = empty(64, self.tokens, self.channels), empty(heads * self.width, self.channels)
-        call = *qkv, torch.empty(heads * self.width, device="meta"), basis
-        dtypes = {"bool": torch.bool, "bias": torch.float32}
-        shape = 64, heads, self.tokens, self.tokens
-        mask = torch.empty(shape, dtype=dtypes[self.mask], device="meta") if self.mask else None
-        rest = mask, self.is_causal, self.width**-0.5
-        with _matmul_precision("high" if self.precision == "tf32" else "highest"):
-            y, low, high, _, kept, rows = attention.forward(*call, residual, *rest, True, False, not self.is_inference)
-            needs = 63 if self.mask == "bias" else 31
+        heads, batch, marks = 3, 64, set(self.form.split("+"))
+        empty = partial(torch.empty, device="meta")
+        qkv = empty(batch, self.tokens, 3, heads, self.width, dtype=self.dtype)
+        wide = torch.float32 if "autocast" in marks else self.dtype
+        residual = None if "bare" in marks else empty(batch, self.tokens, self.channels, dtype=wide)
+        weight = empty(heads * self.width, self.channels)
+        bias = empty(self.channels) if "bias" in marks else None
+        sample_scale = empty(batch) if "drop" in marks else None
+        gain = empty(heads) if "gain" in marks else None
+        mask = self._mask(batch, heads)
+        rest = mask, gain, self._addend(marks, batch, heads), self.is_causal, self.width**-0.5
+        with _matmul_precision("tf32" if self.precision == "tf32" else "ieee"):
+            y, _, _, attn_out, stats = attention.forward(
+                *qkv.permute(2, 0, 3, 1, 4).unbind(0), weight, bias, residual, sample_scale, *rest,
+                not marks & {"quiet", "bare"}, wide != self.dtype, not self.is_inference,
+            )  # fmt: skip
             if not self.is_inference:
-                attention.backward(y, low, high, y, low, high, *call, *rest, kept, rows, needs)
+                wanted = (*(True,) * 4, self.mask == "bias", "gain" in marks, rest[2] is not None)
+                output_mask = sum(want << bit for bit, want in enumerate(wanted))
+                attention.backward_qkvpacked(y, qkv, weight, *rest, attn_out, stats, output_mask)
+
+    def _mask(self, batch: int, heads: int) -> torch.Tensor | None:
+        dtypes = {"bool": torch.bool, "bias": torch.float32}
+        shape = batch, heads, self.tokens, self.tokens
+        return torch.empty(shape, dtype=dtypes[self.mask], device="meta") if self.mask else None
+
+    def _addend(self, marks: set[str], batch: int, heads: int) -> torch.Tensor | None:
+        if "value" in marks:
+            packed = torch.empty(batch, self.tokens, heads, self.width, dtype=self.dtype, device="meta")
+            return packed.transpose(1, 2)
+        if "addend" in marks:
+            return torch.empty(batch, heads, 1, self.width, device="meta").expand(-1, -1, self.tokens, -1)
+        return None
 
 
 @contextmanager
 def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = name
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before
+
+
+# Of models: layers with ordinary weights have a bias; AttnScale has gain and addend, centered attention an addend, and
+# NeuTRENO the first layer's values. For one architecture all of them are compiled, for the others the most common.
+FORMS = ("autocast", "autocast+bias+drop+quiet", "autocast+gain+addend+quiet", "quiet", "bare")
+PARTS = ("", "bias", "drop", "bias+drop", "gain+addend", "addend", "value")
+MODEL_ARCHITECTURE = "sm_80"
+
+
+# Every mask is compiled here; elsewhere one call of a ViT, whose tiles are the same table's.
+THOROUGH = {
+    torch.bfloat16: ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942"),
+    torch.float32: ("sm_90",),
+    torch.float16: ("gfx1100",),
+}
 
 
 def attention_calls(dtype: torch.dtype, architecture: str) -> list[AttentionCall]:
     """Calls that together make every configuration of the table: all keys at once or not, one launch or two, masks."""
     calls = []
     has_tf32 = dtype == torch.float32 and attention_configs.has_tf32(architecture)
-    for precision, width in itertools.product(("ieee", "tf32") if has_tf32 else ("ieee",), (64, 128)):
-        call = partial(AttentionCall, dtype, precision=precision)
-        calls += [call(tokens, width, channels) for tokens in (50, 65, 197, 1024) for channels in (192, 768)]
-        for channels in (192, 768):
-            calls += [call(tokens, width, channels, is_inference=True) for tokens in (197, 1024)]
-            if dtype != torch.float32:  # whose blocks are the same with and without a mask
-                calls += [call(tokens, width, channels, is_causal=True) for tokens in (197, 1024)]
-            calls += [call(197, width, channels, "bool"), call(1024, width, channels, "bool", is_causal=True)]
-            calls.append(call(1024, width, channels, "bias"))
-            # Widths that do not fill their tile, one of which 16 does not divide.
-            calls.append(call(1024, width * 3 // 4, channels, "bias", is_causal=True))
-            narrow = width // 2 + 8
-            calls += [call(197, narrow, channels), call(197, narrow, channels, "bias")]
+    own_column = architecture == attention_configs.config_arch(architecture)
+    for precision in ("ieee", "tf32") if has_tf32 else ("ieee",):
+        calls.append(AttentionCall(dtype, 197, 64, 192, precision=precision))
+        for width in (64, 128) if architecture in THOROUGH[dtype] else ():
+            call = partial(AttentionCall, dtype, precision=precision)
+            calls += [call(197, width, 192), *_masked_calls(call, width)]
+            if dtype == torch.bfloat16 and own_column:
+                calls += _more_calls(call, width)
+    if architecture == MODEL_ARCHITECTURE and dtype != torch.float16:
+        calls += _model_calls(partial(AttentionCall, dtype), "" if dtype == torch.float32 else "autocast")
+    return calls
+
+
+def _masked_calls(call: Callable[..., AttentionCall], width: int) -> list[AttentionCall]:
+    calls = [call(1024, width, 768), call(1024, width, 768, "bool", is_causal=True)]
+    # A width that does not fill its tile.
+    calls.append(call(1024, width * 3 // 4, 192, "bias", is_causal=True))
+    if width == 64:
+        calls += [call(197, width, 192, "bool"), call(1024, width, 192, "bias")]
+        calls += [call(tokens, width, channels, is_inference=True) for tokens, channels in ((1024, 192), (197, 768))]
+        calls.append(call(197, width, 192, is_causal=True))
+    return calls
+
+
+def _more_calls(call: Callable[..., AttentionCall], width: int) -> list[AttentionCall]:
+    calls = [call(50, width, 192), call(65, width, 192), call(1024, width, 192), call(1024, width, 768, is_causal=True)]
+    for channels in (192, 768):
+        calls += [call(197, width, channels, form=form) for form in (FORMS if width == 64 else FORMS[:1])]
+        calls.append(call(197, width // 2 + 8, channels))  # 16 does not divide it
+    calls.append(call(1024, width, 192, form="autocast"))
+    calls.append(call(1024, width, 768, "bias", form="gain+addend"))
+    return calls
+
+
+def _model_calls(call: Callable[..., AttentionCall], autocast: str) -> list[AttentionCall]:
+    """Every form in which a ViT's layers are trained, and those of inference."""
+    calls = []
+    for channels, part, norms in itertools.product((192, 768), PARTS, ("", "quiet")):
+        calls.append(call(197, 64, channels, form="+".join(filter(None, (autocast, part, norms)))))
+    for channels, part, norms in itertools.product((192, 768), ("", "bias"), ("", "quiet")):
+        form = "+".join(filter(None, (autocast, part, norms)))
+        calls.append(call(197, 64, channels, form=form, is_inference=True))
     return calls
 
 
@@ -200,7 +229,7 @@ def _call_frequency_ops(dtype: torch.dtype, tokens: int) -> None:
     """On tokens with a mask."""
     x = torch.empty(64, tokens, 192, dtype=dtype, device="meta")
     mask = torch.empty(x.shape[:-1], dtype=torch.bool, device=x.device)
-    gain = x.new_empty(x.shape[-1], dtype=frequency.statistics_dtype(x.dtype))
+    gain = x.new_empty(x.shape[-1], dtype=accumulate_dtype(x.dtype))
     low, high = frequency.norms(x, mask)
     frequency.norms_backward(low, high, x, low, high, mask)
     for is_causal in (False, True):
@@ -219,7 +248,7 @@ def compile(kernel: Kernel, architecture: Architecture) -> Usage:
     """What the kernel takes, compiled for `architecture`."""
     compiled = build(kernel, architecture)
     nvidia = architecture.target.backend == "cuda"
-    registers, spills = _read_cubin(compiled.asm["cubin"]) if nvidia else _read_amdgcn(compiled.asm["amdgcn"])
+    registers, spills = read_cubin(compiled.asm["cubin"]) if nvidia else read_amdgcn(compiled.asm["amdgcn"])
     shared = compiled.metadata.shared
     return Usage(registers, spills, shared, occupancy(architecture, registers, shared, kernel.options["num_warps"]))
 
@@ -251,18 +280,6 @@ def _compile_listed(architecture: str, dtype: torch.dtype, index: int) -> Usage:
 @cache
 def _listed(architecture: str, dtype: torch.dtype) -> list[Kernel]:
     return kernels(dtype, architecture)
-
-
-def occupancy(architecture: Architecture, registers: int, shared: int, warps: int) -> float:
-    """The share of a processor's warps that can be resident, by blocks of so many warps, registers and bytes."""
-    granularity = architecture.register_granularity
-    allocated = max(1, -(-registers // granularity)) * granularity * warps * architecture.target.warp_size
-    blocks = min(
-        architecture.warps_per_processor // warps,
-        architecture.registers_per_processor // allocated,
-        architecture.shared_per_processor // shared if shared else architecture.warps_per_processor,
-    )
-    return blocks * warps / architecture.warps_per_processor
 
 
 def _source(launch: Launch, target: GPUTarget) -> ASTSource:
@@ -303,23 +320,3 @@ _TYPES = {
     torch.uint8: "u8",
     torch.int64: "i64",
 }
-
-
-def _read_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory per thread."""
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    return usage["REG"], usage["STACK"] + usage["LOCAL"]
-
-
-def _read_amdgcn(assembly: str) -> tuple[int, int]:
-    """Vector registers and bytes of private memory per thread."""
-    usage = {
-        key: int(value)
-        for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", assembly)
-    }
-    return usage["vgpr_count"], max(4 * usage["vgpr_spill_count"], usage["private_segment_fixed_size"])

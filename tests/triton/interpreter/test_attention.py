@@ -12,11 +12,11 @@ import pytest
 import torch
 from ops.test_attention import ARGUMENTS, as_call, biased_call, random_call
 from support import accuracy, compiling, repeat
-from support.attention_calls import step_by_step
+from support.attention_calls import plain_attention, step_by_step
 from support.interpreter import needs_triton, note_launches, run_cases
 
 import overtone as ot
-from overtone.ops.attention import spectral_attention_packed
+from overtone.ops.attention import spectral_attention_qkvpacked
 
 DTYPES = (torch.float32, torch.float16)
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -39,17 +39,18 @@ def launched(monkeypatch) -> list[str]:
 @pytest.fixture(params=["one launch", "two launches"])
 def form(request, monkeypatch, launched) -> str:
     """Forces the form of forward, and proves afterwards that it ran."""
-    from overtone.triton_kernels.attention.config import Blocks, Table
+    from overtone.triton_kernels.attention.config import ConfigTable
+    from overtone.triton_kernels.runtime import LaunchConfig
 
-    shipped = Table.fused
+    shipped = ConfigTable.fused
 
     def one_launch(table, channels, keys):
-        """As shipped, or where none is (float32) with these blocks."""
-        tile = {"BM": 32, "BN": 64, "WHOLE": keys <= 64, "BE": 64, "PIECES": max(1, -(-channels // 64))}
-        return shipped(table, channels, keys) or Blocks(tile, 4)
+        """As shipped, or where none is (float32) with this tile."""
+        tile = {"BM": 32, "BN": 64, "SINGLE_PASS": keys <= 64, "E_TILE": 64, "NUM_E_TILES": max(1, -(-channels // 64))}
+        return shipped(table, channels, keys) or LaunchConfig(tile, 4)
 
     forms = {"one launch": one_launch, "two launches": lambda table, channels, keys: None}
-    monkeypatch.setattr(Table, "fused", forms[request.param])
+    monkeypatch.setattr(ConfigTable, "fused", forms[request.param])
     yield request.param
     assert ("fused" in launched) == (request.param == "one launch")
     assert ("projection" in launched) == (request.param == "two launches")
@@ -109,8 +110,8 @@ def case_masks(dtype, mask, is_causal):
 @pytest.mark.parametrize(
     "dtype, mask, is_causal", [(DTYPES[0], "none", False), (DTYPES[0], "bias", True), (DTYPES[1], "bool", False)]
 )
-def case_gain(dtype, mask, is_causal):
-    """The kernels know nothing of it: it is a second call of them."""
+def case_head_gain(dtype, mask, is_causal):
+    """AttnScale's: the kernels' gain and addend."""
     check(*random_calls(batch=1, queries=20, keys=37, mask=mask, gain=True, dtype=dtype), is_causal=is_causal)
 
 
@@ -121,7 +122,7 @@ def case_packed_views():
 def case_a_packed_qkv_equals_its_views():
     query, key, value, eigenvalues, basis, *_ = random_call(1, 2, 9, 9)
     qkv = torch.stack([x.detach().transpose(1, 2) for x in (query, key, value)], 2).requires_grad_()
-    packed = partial(spectral_attention_packed, backend="triton")
+    packed = partial(spectral_attention_qkvpacked, backend="triton")
     views = as_call(ot.spectral_attention, return_norms=False, backend="triton")
     results = (
         accuracy.outputs_and_gradients(packed, (qkv, eigenvalues, basis)),
@@ -146,15 +147,15 @@ def case_any_strides():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def case_the_basis_gradient_over_splits(monkeypatch, launched, dtype):
+def case_dweight_over_splits(monkeypatch, launched, dtype):
     """150 tokens in splits of 64, the last one shorter."""
     from overtone.triton_kernels.attention import config as attention_configs
 
     monkeypatch.setattr(attention_configs, "SPLIT_TOKENS", 50)
     args = random_call(2, 1, 75, 9, 16, 24, dtype)
-    basis = args[4]
-    check(tuple(a if a is None or a is basis else a.detach() for a in args), return_norms=False)
-    assert launched[-2:] == ["basis_gradient", "column_sums"]
+    weight = args[3:5]
+    check(tuple(a if a is None or any(a is w for w in weight) else a.detach() for a in args), return_norms=False)
+    assert launched[-2:] == ["dweight", "reduce_rows"]
 
 
 def case_without_residual_and_norms():
@@ -282,16 +283,16 @@ def case_rows_that_are_equal_but_for_rounding_have_no_high_frequency(form):
 @pytest.mark.parametrize("tokens", [5, 70])
 def case_norms_in_the_epilogue(form, launched, dtype, tokens):
     """They are those of y before rounding; without backward nothing is kept for it."""
-    *call, residual, _, _ = (
+    query, key, value, eigenvalues, basis, residual, *_ = (
         a if a is None else a.detach() for a in random_call(queries=tokens, keys=tokens, channels=70, dtype=dtype)
     )
-    y, low, high, wide_y, heads, rows = torch.ops.overtone.spectral_attention(
-        *call, residual, None, False, 0.25, True, True, False
-    )
-    assert heads.numel() == rows.numel() == 0
-    wide_y = y if dtype == torch.float32 else wide_y
-    assert torch.equal(wide_y.to(dtype), y)
-    truth = ot.reference.frequency_norms(wide_y.double())
+    weight = eigenvalues[:, None] * basis.float()
+    call = query, key, value, weight, None, residual, None, None, None, None, False, 0.25, True
+    unrounded, low, high, attn_out, stats = torch.ops.overtone.spectral_attention(*call, True, False)
+    assert attn_out.numel() == stats.numel() == 0 and unrounded.dtype == torch.float32
+    y, *norms, _, _ = torch.ops.overtone.spectral_attention(*call, False, False)
+    assert torch.equal(unrounded.to(dtype), y) and torch.equal(norms[0], low) and torch.equal(norms[1], high)
+    truth = ot.reference.frequency_norms(unrounded.double())
     torch.testing.assert_close(low.double(), truth.low, rtol=1e-6, atol=0)
     torch.testing.assert_close(high.double(), truth.high, rtol=1e-6, atol=0)
 
@@ -309,13 +310,13 @@ def case_norms_of_almost_equal_tokens(form):
 
 
 KERNELS_FOR = {
-    "query": ["heads_gradient", "query_gradient"],
-    "key": ["heads_gradient", "key_value_gradient"],
-    "value": ["heads_gradient", "key_value_gradient"],
-    "eigenvalues": ["heads_gradient", "column_sums"],
-    "basis": ["basis_gradient"],
+    "query": ["dout", "dq"],
+    "key": ["dout", "dkv"],
+    "value": ["dout", "dkv"],
+    "eigenvalues": ["dweight"],
+    "basis": ["dweight"],
     "residual": [],
-    "attn_mask": ["heads_gradient", "query_gradient"],
+    "attn_mask": ["dout", "dq"],
 }
 
 
@@ -336,19 +337,79 @@ def case_only_the_needed_gradient(launched, name):
 @pytest.mark.parametrize("dtype, mask, is_causal", [(torch.float32, "none", False), (torch.float16, "bias", True)])
 def case_contract(dtype, mask, is_causal):
     """The launchers return what the fakes promise: shapes, dtypes, strides."""
-    args = [a if a is None else a.detach() for a in random_call(1, 2, 5, 7, 8, 9, dtype=dtype, mask=mask)]
-    attn_mask = args[6] if args[6] is None else args[6].float().expand(1, 2, 5, 7)
-    call = (*args[:6], attn_mask, is_causal, 0.25)
-    op = torch.ops.overtone.spectral_attention
-    for wanted in ((False, False, False), (True, True, False), (False, True, True)):
-        torch.library.opcheck(op.default, (*call, *wanted), test_utils=("test_schema", "test_faketensor"))
-    y, low, high, _, heads, softmax_rows = op(*call, True, True, True)
-    backward = torch.ops.overtone.spectral_attention_backward.default
-    for needs, grads in ((63, (y, low, high)), (16, (None, low, high)), (8, (y, None, None))):
-        rest = attn_mask, is_causal, 0.25, heads, softmax_rows, needs
+    query, key, value, _, basis, residual, bias, _ = (
+        a if a is None else a.detach() for a in random_call(1, 2, 5, 7, 8, 9, dtype=dtype, mask=mask)
+    )
+    attn_mask = None if bias is None else bias.float().expand(1, 2, 5, 7)
+    heads, weight, gain = (query, key, value), basis.float(), torch.randn(2)
+    addend = torch.randn(1, 2, 1, 8).expand(1, 2, 5, 8)
+    rest = attn_mask, gain, addend, is_causal, 0.25
+    checks = {"test_utils": ("test_schema", "test_faketensor")}
+    op, packed_op = torch.ops.overtone.spectral_attention, torch.ops.overtone.spectral_attention_qkvpacked
+    for flags in ((False, False, False), (True, True, False), (False, True, True)):
         torch.library.opcheck(
-            backward, (*grads, y, low, high, *args[:5], *rest), test_utils=("test_schema", "test_faketensor")
+            op.default, (*heads, weight, torch.randn(9), residual, torch.rand(1), *rest, *flags), **checks
         )
+    y, _, _, *saved = op(*heads, weight, None, residual, None, *rest, True, True, True)
+    for output_mask in (0b1111111 if bias is not None else 0b1101111, 0b1000, 0b1000000, 0b100000):
+        backward = torch.ops.overtone.spectral_attention_backward.default
+        torch.library.opcheck(backward, (y, *heads, weight, *rest, *saved, output_mask), **checks)
+    qkv = torch.randn(1, 5, 3, 2, 8).to(dtype)
+    rest = None, gain, addend, is_causal, 0.25
+    y, _, _, *saved = packed_op(qkv, weight, None, None, None, *rest, False, False, True)
+    for output_mask in (0b1101111, 0b1000):
+        backward = torch.ops.overtone.spectral_attention_qkvpacked_backward.default
+        torch.library.opcheck(backward, (y, qkv, weight, *rest, *saved, output_mask), **checks)
+
+
+# Of the public function, beside ARGUMENTS: bias, sample_scale, gain, addend, and residual in float32.
+EXTRAS = [
+    (torch.float16, {"bias", "sample_scale", "wide residual"}, "none", False),
+    (torch.float16, {"gain", "addend"}, "bool", False),
+    (torch.float16, {"gain", "wide addend"}, "bias", True),
+    (torch.float16, {"addend"}, "none", False),
+    (torch.float32, {"gain"}, "none", True),
+    (torch.float32, {"bias", "sample_scale", "gain", "addend"}, "bias", False),
+]
+
+
+@pytest.mark.parametrize("dtype, extras, mask, is_causal", EXTRAS)
+def case_the_rest_of_the_formula(form, dtype, extras, mask, is_causal):
+    """residual + sample_scale · (concat(gain · A V + addend) · weight + bias), and its gradients."""
+
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        args = list(random_call(2, 3, 20, 37, 16, 24, dtype, mask, seed=seed))[:-1]
+        random = {
+            "bias": lambda: torch.randn(24, generator=generator).requires_grad_(),
+            "gain": lambda: torch.randn(3, generator=generator).requires_grad_(),
+            "addend": lambda: torch.randn(2, 3, 20, 16, generator=generator).to(dtype).requires_grad_(),
+        }
+        args += [random[name]() if name in extras else None for name in random]
+        if "wide addend" in extras:
+            args[-1] = torch.randn(2, 1, 1, 16, generator=generator).requires_grad_()
+        if "wide residual" in extras:
+            args[5] = args[5].detach().float().requires_grad_()
+        return tuple(args)
+
+    names = ("residual", "attn_mask", "bias", "gain", "addend")
+
+    def call(function, **options):
+        def run(query, key, value, eigenvalues, basis, *rest):
+            options_ = options | dict(zip(names, rest, strict=True))
+            if "sample_scale" in extras:
+                options_["sample_scale"] = torch.tensor([0.0, 1.25])
+            y, norms = function(
+                query, key, value, eigenvalues, basis, is_causal=is_causal, return_norms=True, **options_
+            )
+            return y, *norms
+
+        return run
+
+    draws = [draw(seed) for seed in range(6)]
+    accuracy.check_against_truth(
+        call(ot.spectral_attention, backend="triton"), call(plain_attention), draws[0], more_draws=draws[1:]
+    )
 
 
 def case_compile():
@@ -391,27 +452,29 @@ def case_checkpointing(launched):
         assert torch.equal(a, b)
 
 
-def case_autocast():
-    """What is given in float32 is cast as if by hand, but for the eigenvalues; gradients come back in float32."""
+def case_autocast(launched):
+    """Query, key and value are cast as if by hand; y is as wide as the residual, and all gradients are float32."""
     args = random_call(batch=1)
     call = as_call(ot.spectral_attention, backend="triton")
     with torch.autocast("cpu", dtype=torch.float16):
         results = call(*args)
-    half = (a if a is None or i == ARGUMENTS.index("eigenvalues") else a.half() for i, a in enumerate(args))
+    half = (a.half() if i < 3 else a for i, a in enumerate(args))
     assert all(torch.equal(a, b) for a, b in zip(results, call(*half), strict=True))
     y, low, _ = results
-    assert y.dtype == torch.float16 and low.dtype == torch.float32
-    gradients = torch.autograd.grad(y.float().sum() + low.sum(), args[:6])
+    assert y.dtype == low.dtype == torch.float32
+    launched.clear()
+    gradients = torch.autograd.grad(y.sum() + low.sum(), args[:6])
     assert all(g.dtype == torch.float32 for g in gradients)
+    assert launched.count("dout") == launched.count("dq") == launched.count("dkv") == 1
 
 
 def case_what_triton_does_not_take():
     args = random_call(1, 1, 4, 4, 129, 8)
-    with pytest.raises(ot.BackendError, match="heads up to 128 wide, got 129"):
+    with pytest.raises(ot.BackendError, match="supports head_dim ≤ 128, got 129"):
         as_call(ot.spectral_attention, backend="triton")(*args)
     with pytest.raises(ot.BackendError, match="torch.float16, got torch.float64"):
         as_call(ot.spectral_attention, backend="triton")(*random_call(dtype=torch.float64))
-    with pytest.warns(UserWarning, match="heads up to 128 wide"):
+    with pytest.warns(UserWarning, match="supports head_dim ≤ 128"):
         as_call(ot.spectral_attention)(*args)
 
 
@@ -431,7 +494,7 @@ CANDIDATES = [
     (form, number, *call)
     for form in ("one launch", "two launches")
     for number in (1, 2, 3, 4)
-    for call in ((70, False), (300, True))  # whole rows; not
+    for call in ((70, False), (300, True))  # a single pass; not
 ] + [("two launches", number, 70, False) for number in (5, 6)]  # of tiles with three sides
 
 
@@ -523,17 +586,17 @@ def case_the_cost_model_is_what_the_kernels_do(monkeypatch, tokens, width, chann
     from overtone.triton_kernels.attention import config as attention_configs
     from overtone.triton_kernels.attention import launch as attention
 
-    *call, residual, bias, _ = (
+    query, key, value, _, basis, residual, bias, _ = (
         a if a is None else a.detach()
         for a in random_call(1, 2, tokens, tokens + 3, width, channels, dtype=dtype, mask=mask)
     )
     bias = bias if bias is None else bias.float().expand(1, 2, tokens, tokens + 3)
+    heads, weight = (query, key, value), basis.float()
     counter = Counter(monkeypatch)
-    rest = bias, False, 1.0
-    y, low, high, _, heads, rows = attention.forward(*call, residual, *rest, True, True, True)
-    needs = 31 if bias is None else 63
-    attention.backward(residual, low.clone(), high.clone(), y, low, high, *call, *rest, heads, rows, needs)
-    assert len(counter.launches) >= 8
+    rest = bias, None, None, False, 1.0
+    y, _, _, attn_out, stats = attention.forward(*heads, weight, None, residual, None, *rest, True, True, True)
+    attention.backward(y, *heads, weight, *rest, attn_out, stats, 0b1111 if bias is None else 0b11111)
+    assert len(counter.launches) >= 6
     for launch, counted in zip(counter.launches, counter.counts, strict=True):
         cost = attention_cost.cost(launch)
         assert (cost.read, cost.written, cost.flops) == counted[:3], cost.name

@@ -152,9 +152,9 @@ def case_gains_with_any_stride():
 @pytest.mark.parametrize(
     "tokens, is_causal, wanted",
     [
-        (5, False, ["filter", "filter_backward", "row_sums"]),
-        (5, True, ["causal_filter", "causal_adjoint", "causal_gains", "row_sums"]),
-        (1025, False, ["statistics", "filter", "statistics", "statistics", "filter_backward", "row_sums"]),
+        (5, False, ["filter", "filter_backward", "reduce_gains"]),
+        (5, True, ["causal_filter", "causal_adjoint", "causal_gains", "reduce_gains"]),
+        (1025, False, ["moments", "filter", "moments", "moments", "filter_backward", "reduce_gains"]),
     ],
 )
 def case_filter_launches(launched, tokens, is_causal, wanted):
@@ -166,8 +166,8 @@ def case_filter_launches(launched, tokens, is_causal, wanted):
 @pytest.mark.parametrize(
     "tokens, wanted",
     [
-        (5, ["norms", "roots", "norms_backward"]),
-        (1025, ["statistics", "norms", "roots", "statistics", "norms_backward"]),
+        (5, ["norms", "finish_norms", "norms_backward"]),
+        (1025, ["moments", "norms", "finish_norms", "moments", "norms_backward"]),
     ],
 )
 def case_norms_launches(launched, tokens, wanted):
@@ -185,7 +185,7 @@ def case_gradients_not_asked_for_are_not_computed(launched, is_causal):
     assert grad_x.shape == x.shape and grad_low.shape == grad_high.shape == (0,)
     launched.clear()
     grad_x, grad_low, grad_high = backward(x, x, low, high, None, is_causal, False)
-    assert launched == ["causal_gains" if is_causal else "filter_backward", "row_sums"]
+    assert launched == ["causal_gains" if is_causal else "filter_backward", "reduce_gains"]
     assert grad_x.shape == (0,) and grad_low.shape == grad_high.shape == low.shape
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from overtone.study.comparisons import depth, kinds, methods
+from overtone.study.comparisons import depth, kinds, methods, text
 from overtone.study.results import Results
 
-MODULES: dict[str, ModuleType] = {"depth": depth, "kinds": kinds, "methods": methods}
+MODULES: dict[str, ModuleType] = {"depth": depth, "kinds": kinds, "methods": methods, "text": text}
 
 
 def chosen(results: Results) -> list[ModuleType]:
