@@ -15,9 +15,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-statistics_dtype = accumulate_dtype  # until ops/attention.py and triton_kernels have moved on
-
-
 def describe(value: object) -> str:
     """What was given, in a few words: never the elements of an array."""
     if isinstance(value, Tensor):

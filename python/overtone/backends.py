@@ -295,7 +295,3 @@ def select(op: str, requested: str | None, tensor: Tensor) -> str:
     if name != "cuda" and tensor.dtype in SUPPORT[op][name].dtypes and not torch.compiler.is_compiling():
         _warn_once(f"falling back to the PyTorch reference (slower): {reason}")
     return "reference"
-
-
-# Names of before, until ops/attention.py and triton_kernels have moved on.
-device_backend, triton_interprets = default_backend, triton_interpreter_enabled
