@@ -335,7 +335,7 @@ def _backward(
     wanted = [bool(output_mask >> bit & 1) for bit in range(len(Gradients._fields))]
     shapes = (sizes.inner_dim, sizes.out_dim), (*query.shape[:3], sizes.kv_len), (sizes.num_heads,)
     others = [_float32(query, *(shape if want else (0,))) for shape, want in zip(shapes, wanted[3:6], strict=True)]
-    results = *parts, *others, query.new_empty(0)
+    results = *parts, *others, _float32(query, 0)
     grads = Gradients(*(x if want else None for x, want in zip(results, wanted, strict=True)))
     grad_y = grad_y.contiguous()
     if grads.weight is not None:
