@@ -89,6 +89,23 @@ def test_second_gradient():
     assert torch.autograd.grad(grad.square().sum(), weight)[0].isfinite().all()
 
 
+def test_transforms():
+    """vmap runs the kernel with the mapped dimension in the batch; torch.func differentiates the reference."""
+    x, weight, bias = (leaf.detach() for leaf in leaves((3, 4, 9)))
+    mapped = torch.vmap(rounded_layer_norm, in_dims=(0, None, None))(x, weight, bias)
+    assert torch.equal(mapped, rounded_layer_norm(x, weight, bias))
+    weights = torch.vmap(rounded_layer_norm, in_dims=(None, 0, None))(x, torch.stack([weight, bias]), bias)
+    assert torch.equal(weights[1], rounded_layer_norm(x, bias, bias))
+
+    def loss(x, function=rounded_layer_norm):
+        return function(x, weight, bias).float().square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.grad(loss)(x, rounded))
+    slope, tangent = torch.func.jvp(rounded_layer_norm, (x, weight, bias), (x.cos(), weight.cos(), bias.cos()))
+    expected = torch.func.jvp(rounded, (x, weight, bias), (x.cos(), weight.cos(), bias.cos()))
+    assert torch.equal(slope, expected[0]) and torch.equal(tangent, expected[1])
+
+
 def test_errors_name_the_argument():
     x, weight, bias = leaves((4, 9))
     with pytest.raises(ValueError, match=r"rounded_layer_norm: weight: got .* \[8\]"):

@@ -58,9 +58,8 @@ def hessian(name: str, args: tuple) -> torch.Tensor:
 
 class TestTheTable:
     def test_has_every_public_function(self):
-        assert {name.split()[0] for name in CALLS} | calls.WITHOUT_DERIVATIVE == calls.public_functions() | {
-            "spectral_attention_qkvpacked"
-        }
+        named = {name.split()[0] for name in CALLS} | calls.WITHOUT_DERIVATIVE | calls.ROUNDED
+        assert named == calls.public_functions() | {"spectral_attention_qkvpacked"}
 
     def test_reaches_every_registered_op(self, cpu_kernels):
         """A gradient's own op is reached by its op's, which knows when a kernel will not do."""
@@ -68,7 +67,7 @@ class TestTheTable:
             for call in CALLS.values():
                 call.function(*call.args())
         ops = {op for op in calls.registered_ops() if not op.endswith(("_backward", "_gradient"))}
-        assert ops == set(recorded.names)
+        assert ops - calls.ROUNDED == set(recorded.names)
         for op in ops:
             for key in ("Autograd", "FuncTorchBatched"):
                 assert torch._C._dispatch_has_kernel_for_dispatch_key(f"overtone::{op}", key), f"{op}: no {key}"

@@ -128,10 +128,19 @@ CALLS: dict[str, OpCall] = {
     "inverse_basis": OpCall(
         lambda v: (basis.inverse_basis(v, 1e5, _CACHE),), ((2, 3, 3),), _well_conditioned, takes_backend=False
     ),
+    "orthonormal_basis_ex": OpCall(
+        lambda theta: (basis.orthonormal_basis_ex(theta, _CACHE).basis,), ((2, 3, 3),), _well_conditioned,
+        takes_backend=False,
+    ),
+    "inverse_basis_ex": OpCall(
+        lambda v: (basis.inverse_basis_ex(v, 1e5, _CACHE).basis,), ((2, 3, 3),), _well_conditioned, takes_backend=False
+    ),
 }
 
 # Public functions that have no derivative, and say so.
 WITHOUT_DERIVATIVE = {"extremal_eigvals", "extremal_eigvals_ex"}
+# Public functions of float32 that round to bfloat16: no float64 to compare with. tests/ops/test_layer_norm.py has them.
+ROUNDED = {"rounded_layer_norm"}
 
 
 def public_functions() -> set[str]:

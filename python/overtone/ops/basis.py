@@ -33,10 +33,8 @@ __all__ = [
     "BasisResult",
     "inverse_basis",
     "inverse_basis_ex",
-    "is_capturing",
     "orthonormal_basis",
     "orthonormal_basis_ex",
-    "too_large",
 ]
 
 

@@ -18,7 +18,7 @@ from overtone._precision import autocast
 from overtone.backends import SUPPORT, active_backend, select
 from overtone.ops import registry
 
-__all__ = ["has_backend", "linear", "mlp"]
+__all__ = ["linear", "mlp"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
