@@ -34,7 +34,7 @@ TILES = {
 # instructions for float32, and its registers do not hold backward's tiles of wide heads then: such heads are refused.
 _TABLE = """
 dtype width mask   kernel                sm_80         sm_90         gfx942        gfx1100
-half  any   any    projection            128.64.64.8.3 128.64.64.8.3 128.64.64.8.3 128.64.64.8.2
+half  any   any    projection            128.64.64.4.2 128.64.64.8.3 128.64.64.8.3 128.64.64.8.2
 half  any   any    dweight               64.64.64.4.3  64.32.32.8.3  64.32.32.4.3  32.32.32.4.3
 half  64    any    dout                  128.64.8.3    128.64.8.3    128.64.8.2    64.64.8.2
 half  64    plain  attention             128.32.4.3    128.64.4.3    128.32.4.3    32.32.4.3
@@ -76,7 +76,7 @@ float 64    any    dq                    16.16.4.2     16.16.8.2     32.16.4.2  
 float 128   any    dout                  16.16.8.2     16.16.8.2     16.16.8.2     32.32.8.2
 float 128   any    attention             16.16.8.2     16.16.8.2     32.16.4.2     16.16.8.2
 float 128   any    dkv                   16.16.4.2     16.16.8.1     16.32.4.1     -
-float 128   any    dq                    32.16.8.1     16.16.8.2     32.16.4.2     -
+float 128   any    dq                    16.16.8.2     16.16.8.2     32.16.4.2     -
 """
 
 COLUMNS = tuple(_TABLE.split("\n")[1].split()[4:])

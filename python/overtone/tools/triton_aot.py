@@ -171,7 +171,7 @@ MODEL_ARCHITECTURE = "sm_80"
 # Every mask is compiled here; elsewhere one call of a ViT, whose tiles are the same table's.
 THOROUGH = {
     torch.bfloat16: ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942"),
-    torch.float32: ("sm_90",),
+    torch.float32: ("sm_80", "sm_90"),
     torch.float16: ("gfx1100",),
 }
 
