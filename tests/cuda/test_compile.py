@@ -54,11 +54,11 @@ class TestEveryKernel:
 
 
 def test_reading_a_report():
-    report = """ptxas info    : Compiling entry function '_ZN8overtone4cuda8eig_warpIfEEvNS0_9EigParamsIT_EE' for 'sm_80'
-ptxas info    : Function properties for _ZN8overtone4cuda8eig_warpIfEEvNS0_9EigParamsIT_EE
+    symbol = "_ZN8overtone4cuda8eig_warpIfEEvNS0_9EigParamsIT_EE"
+    report = f"""ptxas info    : Compiling entry function '{symbol}' for 'sm_80'
+ptxas info    : Function properties for {symbol}
     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 56 registers, used 0 barriers, 424 bytes cmem[0]"""
-    symbol = "_ZN8overtone4cuda8eig_warpIfEEvNS0_9EigParamsIT_EE"
     assert aot.read_report(report) == {symbol: (56, 16)}
     launch = next(launch for launch in shipped(torch.float32) if launch.name == "eig_warp")
     assert symbol.startswith(launch.symbol)
