@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
-SOURCE = CSRC / "cuda" / "solvers.cu"
+SOURCE = CSRC / "cuda" / "linalg" / "kernels.cu"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DTYPES = (torch.float32, torch.float64)
 WARPS_PER_BLOCK = 4  # that have a matrix each
