@@ -5,10 +5,10 @@
 
 namespace overtone {
 
-enum class ElementType { float32, float64, bfloat16, float16 };
+enum class Dtype { float32, float64, bfloat16, float16 };
 
-inline __attribute__((always_inline)) int64_t bytes_of(ElementType type) {
-  return type == ElementType::float64 ? 8 : type == ElementType::float32 ? 4 : 2;
+inline __attribute__((always_inline)) int64_t bytes_of(Dtype type) {
+  return type == Dtype::float64 ? 8 : type == Dtype::float32 ? 4 : 2;
 }
 
 }  // namespace overtone

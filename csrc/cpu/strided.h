@@ -11,7 +11,7 @@ namespace overtone {
 // A matrix of any element type. Its functions are always inlined: compiled for AVX-512, one must not be the copy that
 // the linker keeps for everyone.
 struct StridedMatrix {
-  ElementType type = ElementType::float32;
+  Dtype type = Dtype::float32;
   void* data = nullptr;
   int64_t row_stride = 0;
   int64_t column_stride = 0;
@@ -32,7 +32,7 @@ struct StridedMatrix {
 
 // That of float and double.
 template <class A>
-inline constexpr ElementType kDtype = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
+inline constexpr Dtype kDtype = std::is_same_v<A, double> ? Dtype::float64 : Dtype::float32;
 
 // Rows in a buffer of floats or doubles.
 template <class A>

@@ -25,24 +25,24 @@ namespace overtone {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline ElementType element_type(const Tensor& tensor, const char* op, const char* name) {
+inline Dtype dtype_of(const Tensor& tensor, const char* op, const char* name) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
-      return ElementType::float32;
+      return Dtype::float32;
     case ScalarType::Double:
-      return ElementType::float64;
+      return Dtype::float64;
     case ScalarType::BFloat16:
-      return ElementType::bfloat16;
+      return Dtype::bfloat16;
     case ScalarType::Half:
-      return ElementType::float16;
+      return Dtype::float16;
     default:
       fail(op, name, ": got ", tensor.scalar_type(), ", wanted float32, float64, bfloat16 or float16");
   }
 }
 
 // Sums over tokens are float32, or float64 for float64 tokens.
-inline ScalarType statistics_type(ElementType type) {
-  return type == ElementType::float64 ? ScalarType::Double : ScalarType::Float;
+inline ScalarType accumulate_type(Dtype type) {
+  return type == Dtype::float64 ? ScalarType::Double : ScalarType::Float;
 }
 
 inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
@@ -104,8 +104,8 @@ inline void check_dims(const Tensor& tensor, int64_t dims, bool or_more, const c
 
 // Larger matrices are out of memory on any machine, and the operations on them beyond all integers.
 inline void check_fits(int64_t rows, int64_t columns) {
-  constexpr int64_t kMostElements = int64_t{1} << 44;
-  if (rows > 0 && columns > kMostElements / rows) {
+  constexpr int64_t kMaxElements = int64_t{1} << 44;
+  if (rows > 0 && columns > kMaxElements / rows) {
     throw OutOfMemory(count_or_fail(count_or_fail(rows, columns), sizeof(float)));
   }
 }
@@ -192,11 +192,11 @@ struct MatricesView {
 };
 
 // "(1, 2)" for the flat index of a matrix in a batch of these sizes.
-inline std::string member_name(int64_t member, const std::vector<int64_t>& sizes) {
+inline std::string batch_index_name(int64_t index, const std::vector<int64_t>& sizes) {
   std::string name;
   for (auto size = sizes.rbegin(); size != sizes.rend(); ++size) {
-    name = std::to_string(member % *size) + (name.empty() ? (sizes.size() == 1 ? "," : "") : ", ") + name;
-    member /= *size;
+    name = std::to_string(index % *size) + (name.empty() ? (sizes.size() == 1 ? "," : "") : ", ") + name;
+    index /= *size;
   }
   return sizes.empty() ? "" : " (" + name + ")";
 }

@@ -38,14 +38,14 @@ struct Real;
 template <>
 struct Real<float> {
   using Bits = uint32_t;
-  static constexpr float kNothing = 1e-17f;  // beside numbers of size 1; its square is still accurate
-  static constexpr float kRaise = 0x1p64f;   // makes a subnormal number a normal one
+  static constexpr float kTiny = 1e-17f;    // beside numbers of size 1; its square is still accurate
+  static constexpr float kRaise = 0x1p64f;  // makes a subnormal number a normal one
 };
 
 template <>
 struct Real<double> {
   using Bits = uint64_t;
-  static constexpr double kNothing = 1e-140;
+  static constexpr double kTiny = 1e-140;
   static constexpr double kRaise = 0x1p512;
 };
 
@@ -56,32 +56,33 @@ inline constexpr T kNaN = std::numeric_limits<T>::quiet_NaN();
 template <class T>
 inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <class T>
-inline constexpr T kMost = std::numeric_limits<T>::max();
+inline constexpr T kMax = std::numeric_limits<T>::max();
 
-OVERTONE_DEVICE float root(float x) { return sqrtf(x); }
-OVERTONE_DEVICE double root(double x) { return sqrt(x); }
+OVERTONE_DEVICE float sqrt(float x) { return sqrtf(x); }
+OVERTONE_DEVICE double sqrt(double x) { return ::sqrt(x); }
 
 template <class T>
-OVERTONE_DEVICE T magnitude(T x) {
+OVERTONE_DEVICE T abs(T x) {
   return x < 0 ? -x : x;
 }
 template <class T>
-OVERTONE_DEVICE T larger(T a, T b) {
+OVERTONE_DEVICE T max(T a, T b) {
   return a < b ? b : a;
 }
 template <class T>
-OVERTONE_DEVICE T smaller(T a, T b) {
+OVERTONE_DEVICE T min(T a, T b) {
   return b < a ? b : a;
 }
+// Minus zero counts as positive.
 template <class T>
-OVERTONE_DEVICE T with_sign_of(T size, T sign) {
+OVERTONE_DEVICE T copysign(T size, T sign) {
   return sign < 0 ? -size : size;
 }
 
 // |x|, or infinity if x is not finite: maxima of it tell both.
 template <class T>
 OVERTONE_DEVICE T size_or_infinity(T x) {
-  return magnitude(x) <= kMost<T> ? magnitude(x) : kInfinity<T>;
+  return abs(x) <= kMax<T> ? abs(x) : kInfinity<T>;
 }
 
 // The power of two at or below a positive normal number.
@@ -110,7 +111,7 @@ struct Scale {
       scale.first = largest < 1 / Real<T>::kRaise ? Real<T>::kRaise : T(1);
       // 1/2^e is subnormal for the two largest exponents.
       const T power = power_of_two_below(largest * scale.first);
-      scale.second = larger(1 / power, std::numeric_limits<T>::min());
+      scale.second = max(1 / power, std::numeric_limits<T>::min());
     }
     return scale;
   }

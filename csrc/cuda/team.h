@@ -29,10 +29,10 @@ class Reductions {
     return self().reduce(x, [](T a, T b) { return a + b; });
   }
   OVERTONE_DEVICE T largest(T x) {
-    return self().reduce(x, [](T a, T b) { return larger(a, b); });
+    return self().reduce(x, [](T a, T b) { return max(a, b); });
   }
   OVERTONE_DEVICE T smallest(T x) {
-    return self().reduce(x, [](T a, T b) { return smaller(a, b); });
+    return self().reduce(x, [](T a, T b) { return min(a, b); });
   }
 
  private:
@@ -63,11 +63,11 @@ class WarpTeam : public Reductions<T, WarpTeam<T>> {
 template <class T>
 class BlockTeam : public Reductions<T, BlockTeam<T>> {
  public:
-  static constexpr int kMostWarps = 8;
-  static constexpr int kScratch = 2 * kMostWarps;
+  static constexpr int kMaxWarps = 8;
+  static constexpr int kScratch = 2 * kMaxWarps;
 
   // `scratch`: kScratch numbers in shared memory.
-  OVERTONE_DEVICE explicit BlockTeam(T* scratch) : partials_(scratch), others_(scratch + kMostWarps) {}
+  OVERTONE_DEVICE explicit BlockTeam(T* scratch) : partials_(scratch), others_(scratch + kMaxWarps) {}
 
   OVERTONE_DEVICE int rank() const { return threadIdx.x; }
   OVERTONE_DEVICE int size() const { return blockDim.x; }

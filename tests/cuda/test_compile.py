@@ -54,11 +54,11 @@ class TestEveryKernel:
 
 
 def test_reading_a_report():
-    report = """ptxas info    : Compiling entry function '_ZN8overtone4cuda8eig_warpIfEEvNS0_7EigCallIT_EE' for 'sm_80'
-ptxas info    : Function properties for _ZN8overtone4cuda8eig_warpIfEEvNS0_7EigCallIT_EE
+    symbol = "_ZN8overtone4cuda8eig_warpIfEEvNS0_9EigParamsIT_EE"
+    report = f"""ptxas info    : Compiling entry function '{symbol}' for 'sm_80'
+ptxas info    : Function properties for {symbol}
     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 56 registers, used 0 barriers, 424 bytes cmem[0]"""
-    symbol = "_ZN8overtone4cuda8eig_warpIfEEvNS0_7EigCallIT_EE"
     assert aot.read_report(report) == {symbol: (56, 16)}
     launch = next(launch for launch in shipped(torch.float32) if launch.name == "eig_warp")
     assert symbol.startswith(launch.symbol)
@@ -106,12 +106,12 @@ def test_the_largest_size_is_the_last_that_has_a_path(host_cuda, op, dtype):
 def test_the_ops_compile():
     """Against this build of torch, whatever it is: linking would need a CUDA one."""
     folder = nvcc.cache_folder(torch.__version__)
-    if not (folder / "ops.o").exists():
+    if not (folder / "op.o").exists():
         include = os.path.join(os.path.dirname(torch.__file__), "include")
         command = [
             *(aot.find_nvcc(), *aot.FLAGS, "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{include}"),
-            *("-arch=sm_80", "-c", str(aot.SOURCE.with_name("ops.cu")), "-o", str(folder / "unfinished.o")),
+            *("-arch=sm_80", "-c", str(aot.SOURCE.with_name("op.cu")), "-o", str(folder / "unfinished.o")),
         ]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[-5000:]
-        (folder / "unfinished.o").rename(folder / "ops.o")
+        (folder / "unfinished.o").rename(folder / "op.o")

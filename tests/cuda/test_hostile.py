@@ -27,7 +27,7 @@ class TestEveryMemberIsSolvedOrTold:
             lambda a: (host_cuda.eigh(a, path, vectors=False).results[0], host_cuda.eigh(a, path).info),
         )
 
-    @pytest.mark.parametrize(("n", "path"), [*PATHS, (4, "packed"), (46, "packed")])
+    @pytest.mark.parametrize(("n", "path"), [*PATHS, (4, "block_global"), (46, "block_global")])
     def test_eigvals(self, host_cuda, n, path, dtype):
         check_eigvals(*hostile.batch(n, n, dtype), lambda a: results(host_cuda.eigvals(a, path)))
 

@@ -67,7 +67,8 @@ class HostResult(NamedTuple):
 
 
 class HostCuda:
-    """The kernels on CPU tensors [count, n, n]. `path` is "warp", "block" or "packed"; None is the launch's own choice.
+    """The kernels on CPU tensors [count, n, n]. `path` is "warp", "block" or "block_global"; None is the launch's
+    own choice.
 
     `order` is "forward", "reverse" or a seed. Results are NaN before the kernel writes them.
     """

@@ -55,7 +55,7 @@ class BackwardWorker {
       : call_(call),
         shape_(call.shape),
         padded_width_(padded_to(shape_.head_dim, kLanes<A>)),
-        block_(key_block<A>(shape_.kv_len, kMostKeys)),
+        block_(key_block<A>(shape_.kv_len, kMaxKeys)),
         query_rows_(even_rows(shape_.q_len)),
         memory_(2 * Scratch<A>::padded(KeyPanels<A>::size(block_, shape_.head_dim)) +
                 3 * Scratch<A>::padded(block_ * padded_width_) + 2 * Scratch<A>::padded(query_rows_ * block_) +
@@ -100,7 +100,7 @@ class BackwardWorker {
   }
 
  private:
-  static constexpr int64_t kMostKeys = 288;
+  static constexpr int64_t kMaxKeys = 288;
   static constexpr int64_t kMaxQueryRows =
       120;  // at a time: with more, P and ∂logits would not stay in the second-level cache
 
@@ -118,14 +118,14 @@ class BackwardWorker {
 
   // Whether products can write a gradient themselves.
   bool is_direct(const StridedHeads& out) const {
-    constexpr ElementType kType = std::is_same_v<A, double> ? ElementType::float64 : ElementType::float32;
+    constexpr Dtype kType = std::is_same_v<A, double> ? Dtype::float64 : Dtype::float32;
     return call_.type == kType && out.width_stride == 1 && shape_.head_dim == padded_width_;
   }
 
   StridedMatrix buffer_of(const void* buffer, int64_t batch, int64_t head, int64_t token) const {
-    const int64_t features = shape_.inner_dim();
-    const int64_t offset = (batch * shape_.q_len + token) * features + head * shape_.head_dim;
-    return buffer_rows<A>(buffer, offset, features);
+    const int64_t inner_dim = shape_.inner_dim();
+    const int64_t offset = (batch * shape_.q_len + token) * inner_dim + head * shape_.head_dim;
+    return buffer_rows<A>(buffer, offset, inner_dim);
   }
 
   // gain · δ of every query, where its row of P comes in parts: ∂out · (out − addend).
@@ -252,7 +252,7 @@ class BackwardWorker {
       store_full(weight, p);
       sums += weight * load_full(grads + v * kLanes<A>);
     }
-    const A sum = dot == nullptr || call_.grad_gain != nullptr ? sum_of_lanes<A>(sums) : A{0};
+    const A sum = dot == nullptr || call_.grad_gain != nullptr ? reduce_add<A>(sums) : A{0};
     const A gain = gain_;
     const A mean = dot == nullptr ? gain * sum : *dot;
     for (int v = 0; v < vectors; ++v) {
@@ -306,27 +306,27 @@ class BackwardWorker {
 // ∂out = G · weightᵀ, for a block of tokens.
 template <class A>
 void out_backward_items(const OutBackward& call, WorkQueue& queue) {
-  const int64_t features = call.shape.inner_dim();
-  const int vectors = vectors_of<A>(features);
+  const int64_t inner_dim = call.shape.inner_dim();
+  const int vectors = vectors_of<A>(inner_dim);
   const int64_t tokens = call.shape.batch * call.shape.q_len;
   Scratch<A> memory(kTokenBlock * kPanelLd<A>);
   A* sums = memory.take(kTokenBlock * kPanelLd<A>);
-  const auto is_direct = [&](int first_vector, int width) { return (first_vector + width) * kLanes<A> <= features; };
+  const auto is_direct = [&](int first_vector, int width) { return (first_vector + width) * kLanes<A> <= inner_dim; };
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
     const A* grad_y = static_cast<const A*>(call.grad_y) + token * call.shape.out_dim;
-    A* out = static_cast<A*>(call.grad_out) + token * features;
+    A* out = static_cast<A*>(call.grad_out) + token * inner_dim;
     gemm_large_panels<A>(
         rows, vectors, call.shape.out_dim, grad_y, call.shape.out_dim, static_cast<const A*>(call.weight), sums,
         [&](int first_vector, int width) {
-          return is_direct(first_vector, width) ? PanelTarget<A>{out + first_vector * kLanes<A>, features}
+          return is_direct(first_vector, width) ? PanelTarget<A>{out + first_vector * kLanes<A>, inner_dim}
                                                 : PanelTarget<A>{sums, kPanelLd<A>};
         },
         [&](int first_vector, int width) {
           if (!is_direct(first_vector, width)) {
             const int64_t feature = first_vector * kLanes<A>;
-            unpack_rows(sums, kPanelLd<A>, rows, features - feature, A{1}, buffer_rows<A>(out, feature, features));
+            unpack_rows(sums, kPanelLd<A>, rows, inner_dim - feature, A{1}, buffer_rows<A>(out, feature, inner_dim));
           }
         });
   }
@@ -337,7 +337,7 @@ template <class A>
 void weight_backward_items(const WeightBackward& call, WorkQueue& queue) {
   constexpr int64_t kDepth = 192;  // tokens at a time: their gradients stay in the second-level cache
   const AttentionShape& shape = call.shape;
-  const int64_t features = shape.inner_dim();
+  const int64_t inner_dim = shape.inner_dim();
   const int64_t tokens = shape.batch * shape.q_len;
   const int64_t padded_channels = padded_to(shape.out_dim, kLanes<A>);
   Scratch<A> memory(Scratch<A>::padded(kDepth * kFeatureBlock) + Scratch<A>::padded(kDepth * padded_channels) +
@@ -347,11 +347,11 @@ void weight_backward_items(const WeightBackward& call, WorkQueue& queue) {
   A* sums = memory.take(kFeatureBlock * padded_channels);       // [features of this item][padded_channels]
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t first = item * kFeatureBlock;
-    const int64_t rows = std::min(kFeatureBlock, features - first);
+    const int64_t rows = std::min(kFeatureBlock, inner_dim - first);
     std::fill(sums, sums + kFeatureBlock * padded_channels, A{0});
     for (int64_t token = 0; token < tokens; token += kDepth) {
       const int64_t depth = std::min(kDepth, tokens - token);
-      pack_rows(buffer_rows<A>(call.attn_out, token * features + first, features), depth, rows, A{1}, out,
+      pack_rows(buffer_rows<A>(call.attn_out, token * inner_dim + first, inner_dim), depth, rows, A{1}, out,
                 kFeatureBlock);
       const GemmOperand<A> gradients(buffer_rows<A>(call.grad_y, token * shape.out_dim, shape.out_dim), depth,
                                      shape.out_dim, packed_gradients);

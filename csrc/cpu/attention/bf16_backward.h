@@ -113,11 +113,11 @@ class Bf16BackwardWorker {
 
   // The operands of a block of queries, and what their softmax was.
   void pack_queries(int64_t query, int64_t count) {
-    const int64_t features = shape_.inner_dim();
-    const int64_t offset = (batch_ * shape_.q_len + query) * features + head_ * shape_.head_dim;
+    const int64_t inner_dim = shape_.inner_dim();
+    const int64_t offset = (batch_ * shape_.q_len + query) * inner_dim + head_ * shape_.head_dim;
     const StridedMatrix queries = head_rows(call_.query, call_.type, batch_, head_, query);
     BFloat16* first_grad = static_cast<BFloat16*>(const_cast<void*>(call_.grad_out)) + offset;
-    const StridedMatrix grads{ElementType::bfloat16, first_grad, features, 1};
+    const StridedMatrix grads{Dtype::bfloat16, first_grad, inner_dim, 1};
     pack_column_pairs(queries, count, shape_.head_dim, query_columns_);
     pack_column_pairs(grads, count, shape_.head_dim, grad_columns_);
     pack_row_pairs(queries, count, shape_.head_dim, query_pairs_, query_block_ / kTileDepth);
@@ -128,7 +128,7 @@ class Bf16BackwardWorker {
     for (int64_t i = 0; i < query_block_; ++i) {  // queries that only fill tiles up get weights of zero
       maxima_[i] = i < count ? softmax[2 * i] : 0.0F;
       inverses_[i] = i < count ? softmax[2 * i + 1] : 0.0F;
-      dots_[i] = i < count ? row_dot(query + i, first_grad + i * features, heads + i * features) : 0.0F;
+      dots_[i] = i < count ? row_dot(query + i, first_grad + i * inner_dim, heads + i * inner_dim) : 0.0F;
       biases_[i] = i < count ? MaskRow<float>(call_.mask, batch_, head_, query + i, shape_.kv_len).largest : 0.0F;
     }
   }
@@ -145,7 +145,7 @@ class Bf16BackwardWorker {
       const int count = static_cast<int>(std::min<int64_t>(kLanes<float>, shape_.head_dim - j));
       dot += load(grad + j, 1, count) * load(out + j, 1, count);
     }
-    return sum_of_lanes<float>(dot);
+    return reduce_add<float>(dot);
   }
 
   // Rows of keys, from the `in_block`-th of their block on, against the block of queries.
@@ -218,7 +218,7 @@ class Bf16BackwardWorker {
       }
     }
     if (call_.grad_gain != nullptr) {
-      grad_gain_ += sum_of_lanes<float>(sums);
+      grad_gain_ += reduce_add<float>(sums);
     }
   }
 
@@ -302,10 +302,10 @@ class Bf16BackwardWorker {
 
 // ∂out = G · weightᵀ, rounded to bfloat16, for a block of tokens.
 inline void out_backward_bf16(const OutBackward& call, WorkQueue& queue) {
-  const int64_t features = call.shape.inner_dim();
-  const int64_t channels = call.shape.out_dim;
+  const int64_t inner_dim = call.shape.inner_dim();
+  const int64_t out_dim = call.shape.out_dim;
   const int64_t tokens = call.shape.batch * call.shape.q_len;
-  const int64_t depth_tiles = tiles_of(channels, kTileDepth);
+  const int64_t depth_tiles = tiles_of(out_dim, kTileDepth);
   const int64_t ld = padded_stride<BFloat16>(depth_tiles * kTileDepth);
   const AmxPanels weight{static_cast<const BFloat16*>(call.weight), depth_tiles * kTileElements};
   Scratch<BFloat16> numbers(kTokenBlock * ld);
@@ -317,18 +317,18 @@ inline void out_backward_bf16(const OutBackward& call, WorkQueue& queue) {
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t token = item * kTokenBlock;
     const int64_t rows = std::min(kTokenBlock, tokens - token);
-    pack_tile_rows(buffer_rows<float>(call.grad_y, token * channels, channels), rows, channels, grads, ld);
-    for (int64_t feature = 0; feature < features; feature += kBf16Rows) {
-      const int64_t columns = std::min(kBf16Rows, features - feature);
+    pack_tile_rows(buffer_rows<float>(call.grad_y, token * out_dim, out_dim), rows, out_dim, grads, ld);
+    for (int64_t feature = 0; feature < inner_dim; feature += kBf16Rows) {
+      const int64_t columns = std::min(kBf16Rows, inner_dim - feature);
       for (int64_t row = 0; row < rows; row += kBf16Rows) {
         const int64_t count = std::min(kBf16Rows, rows - row);
-        multiply_bf16(count, columns, channels, grads + row * ld, ld, weight.from(feature / kTileSize), sums, kBf16Rows,
+        multiply_bf16(count, columns, out_dim, grads + row * ld, ld, weight.from(feature / kTileSize), sums, kBf16Rows,
                       false);
-        BFloat16* out = static_cast<BFloat16*>(call.grad_out) + (token + row) * features + feature;
-        unpack_rows(sums, kBf16Rows, count, columns, 1.0F, {ElementType::bfloat16, out, features, 1});
+        BFloat16* out = static_cast<BFloat16*>(call.grad_out) + (token + row) * inner_dim + feature;
+        unpack_rows(sums, kBf16Rows, count, columns, 1.0F, {Dtype::bfloat16, out, inner_dim, 1});
         if (call.grad_addend != nullptr) {
           unpack_rows(sums, kBf16Rows, count, columns, 1.0F,
-                      buffer_rows<float>(call.grad_addend, (token + row) * features + feature, features));
+                      buffer_rows<float>(call.grad_addend, (token + row) * inner_dim + feature, inner_dim));
         }
       }
     }
@@ -340,28 +340,29 @@ inline void weight_backward_bf16(const WeightBackward& call, WorkQueue& queue) {
   // At a time: G's panels stay in the first-level cache for all rows, where products read them row by row.
   constexpr int64_t kTokens = OVERTONE_USES_AMX ? 2048 : 256;
   const AttentionShape& shape = call.shape;
-  const int64_t features = shape.inner_dim();
+  const int64_t inner_dim = shape.inner_dim();
   const int64_t tokens = shape.batch * shape.q_len;
   const int64_t token_tiles = tiles_of(tokens, kTileDepth);
-  const int64_t channels = padded_to(shape.out_dim, kTileSize);
+  const int64_t padded_channels = padded_to(shape.out_dim, kTileSize);
   const int64_t ld = padded_stride<BFloat16>(std::min(kTokens, token_tiles * kTileDepth));
   Scratch<BFloat16> numbers(kBf16FeatureBlock * ld);
   BFloat16* heads = numbers.take(kBf16FeatureBlock * ld);
-  Scratch<float> memory(kBf16FeatureBlock * channels);
-  float* sums = memory.take(kBf16FeatureBlock * channels);
+  Scratch<float> memory(kBf16FeatureBlock * padded_channels);
+  float* sums = memory.take(kBf16FeatureBlock * padded_channels);
   const Bf16Session session;
   for (int64_t item; (item = queue.pop()) >= 0;) {
     const int64_t first = item * kBf16FeatureBlock;
-    const int64_t rows = std::min(kBf16FeatureBlock, features - first);
-    std::fill(sums, sums + kBf16FeatureBlock * channels, 0.0F);
+    const int64_t rows = std::min(kBf16FeatureBlock, inner_dim - first);
+    std::fill(sums, sums + kBf16FeatureBlock * padded_channels, 0.0F);
     for (int64_t token = 0; token < tokens; token += kTokens) {
       const int64_t depth = std::min(kTokens, tokens - token);
-      pack_tile_columns(buffer_rows<float>(call.attn_out, token * features + first, features), depth, rows, heads, ld);
+      pack_tile_columns(buffer_rows<float>(call.attn_out, token * inner_dim + first, inner_dim), depth, rows, heads,
+                        ld);
       const AmxPanels grads{static_cast<const BFloat16*>(call.packed_grad) + token / kTileDepth * kTileElements,
                             token_tiles * kTileElements};
-      multiply_bf16(rows, shape.out_dim, depth, heads, ld, grads, sums, channels, token > 0);
+      multiply_bf16(rows, shape.out_dim, depth, heads, ld, grads, sums, padded_channels, token > 0);
     }
-    unpack_rows(sums, channels, rows, shape.out_dim, 1.0F,
+    unpack_rows(sums, padded_channels, rows, shape.out_dim, 1.0F,
                 buffer_rows<float>(call.grad_weight, first * shape.out_dim, shape.out_dim));
   }
 }

@@ -12,8 +12,8 @@ constexpr int64_t kBf16Rows = OVERTONE_USES_AMX ? 2 * kTileSize : 48;
 
 // Tokens at a time, in blocks of nearly equal size, of whole tiles: one block at ViT sizes.
 inline int64_t tile_block(int64_t tokens) {
-  constexpr int64_t kMost = 512;
-  const int64_t blocks = std::max<int64_t>(1, tiles_of(tokens, kMost));
+  constexpr int64_t kMax = 512;
+  const int64_t blocks = std::max<int64_t>(1, tiles_of(tokens, kMax));
   return std::max(kTileDepth, padded_to(tiles_of(tokens, blocks), kTileDepth));
 }
 
@@ -23,10 +23,10 @@ OVERTONE_INLINE void online_softmax_update_bf16(SoftmaxRow<float>& row, const fl
   constexpr int kSize = kLanes<float>;
   Vector<float> best[2] = {load_full(logits), load_full(logits + (vectors - 1) * kSize)};
   for (int v = 1; v + 1 < vectors; v += 2) {
-    best[0] = larger<float>(best[0], load_full(logits + v * kSize));
-    best[1] = larger<float>(best[1], load_full(logits + (v + 1) * kSize));
+    best[0] = max<float>(best[0], load_full(logits + v * kSize));
+    best[1] = max<float>(best[1], load_full(logits + (v + 1) * kSize));
   }
-  const float lowered = row.update_max(largest_lane<float>(larger<float>(best[0], best[1])) * factor);
+  const float lowered = row.update_max(reduce_max<float>(max<float>(best[0], best[1])) * factor);
   Vector<float> totals[2] = {};
   for (int v = 0; v < vectors; v += 2) {  // blocks are whole tiles: an even number of vectors
     OVERTONE_UNROLL
@@ -37,7 +37,7 @@ OVERTONE_INLINE void online_softmax_update_bf16(SoftmaxRow<float>& row, const fl
       store_full(weight, weights + at);
     }
   }
-  row.add(sum_of_lanes<float>(totals[0] + totals[1]));
+  row.add(reduce_add<float>(totals[0] + totals[1]));
 }
 
 // Scratch and steps of one thread's forward items.
@@ -59,17 +59,17 @@ class Bf16ForwardWorker {
             Scratch<BFloat16>::padded(keys_depth_ * width_) + Scratch<BFloat16>::padded(keys_depth_ * output_ld_) +
             Scratch<BFloat16>::padded(kBf16Rows * width_ld_) + Scratch<BFloat16>::padded(kBf16Rows * weights_ld_) +
             Scratch<BFloat16>::padded(padded_to(call.query_block, kBf16Rows) * features_ld_)),
-        sums_memory_(kBf16Rows * (logits_ld_ + 2 * output_ld_ + kBf16Rows)) {
+        accum_(kBf16Rows * (logits_ld_ + 2 * output_ld_ + kBf16Rows)) {
     bf16_scratch_.clear();  // what fills tiles up is never written again
     keys_ = bf16_scratch_.take(keys_depth_ * width_);
     values_ = bf16_scratch_.take(keys_depth_ * output_ld_);
     queries_ = bf16_scratch_.take(kBf16Rows * width_ld_);
     weights_ = bf16_scratch_.take(kBf16Rows * weights_ld_);
     heads_ = bf16_scratch_.take(padded_to(call.query_block, kBf16Rows) * features_ld_);
-    logits_ = sums_memory_.take(kBf16Rows * logits_ld_);
-    outputs_ = sums_memory_.take(kBf16Rows * output_ld_);
-    partial_ = sums_memory_.take(kBf16Rows * output_ld_);
-    sums_ = sums_memory_.take(kBf16Rows * kBf16Rows);
+    logits_ = accum_.take(kBf16Rows * logits_ld_);
+    outputs_ = accum_.take(kBf16Rows * output_ld_);
+    partial_ = accum_.take(kBf16Rows * output_ld_);
+    sums_ = accum_.take(kBf16Rows * kBf16Rows);
   }
 
   void run(int64_t item) {
@@ -205,7 +205,7 @@ class Bf16ForwardWorker {
   int64_t features_ld_;  // and of heads_
   UnroundedOutput<float> unrounded_;
   Scratch<BFloat16> bf16_scratch_;
-  Scratch<float> sums_memory_;
+  Scratch<float> accum_;
   Bf16Session tiles_;
   BFloat16* keys_;     // Kᵀ, in column tiles
   BFloat16* values_;   // V, in column tiles

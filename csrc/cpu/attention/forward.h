@@ -20,8 +20,7 @@ int64_t key_block(int64_t keys, int64_t most) {
 }
 
 // The rows of one head from `token` on.
-inline StridedMatrix head_rows(const StridedHeads& tensor, ElementType type, int64_t batch, int64_t head,
-                               int64_t token) {
+inline StridedMatrix head_rows(const StridedHeads& tensor, Dtype type, int64_t batch, int64_t head, int64_t token) {
   const int64_t offset = batch * tensor.batch_stride + head * tensor.head_stride + token * tensor.token_stride;
   return {type, static_cast<char*>(tensor.data) + offset * bytes_of(type), tensor.token_stride, tensor.width_stride};
 }
@@ -213,7 +212,7 @@ class ForwardWorker {
       : call_(call),
         shape_(call.shape),
         padded_width_(padded_to(shape_.head_dim, kLanes<A>)),
-        block_(key_block<A>(shape_.kv_len, kMostKeys)),
+        block_(key_block<A>(shape_.kv_len, kMaxKeys)),
         unrounded_(call),
         memory_(Scratch<A>::padded(KeyPanels<A>::size(shape_.kv_len, shape_.head_dim)) +
                 Scratch<A>::padded(shape_.kv_len * padded_width_) + Scratch<A>::padded(kQueryRows * block_) +
@@ -249,7 +248,7 @@ class ForwardWorker {
   }
 
  private:
-  static constexpr int64_t kMostKeys = 480;
+  static constexpr int64_t kMaxKeys = 480;
 
   struct Block {
     int64_t batch;

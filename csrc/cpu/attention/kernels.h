@@ -21,8 +21,8 @@ void attention_forward_items(const AttentionForward& call, WorkQueue& queue) {
 }
 
 inline void attention_forward(const AttentionForward& call, WorkQueue& queue) {
-  call.type == ElementType::float64 ? attention_forward_items<double>(call, queue)
-                                    : attention_forward_items<float>(call, queue);
+  call.type == Dtype::float64 ? attention_forward_items<double>(call, queue)
+                              : attention_forward_items<float>(call, queue);
 }
 
 inline void out_backward(const OutBackward& call, WorkQueue& queue) {
@@ -44,8 +44,8 @@ void attention_backward_items(const AttentionBackward& call, WorkQueue& queue) {
 }
 
 inline void attention_backward(const AttentionBackward& call, WorkQueue& queue) {
-  call.type == ElementType::float64 ? attention_backward_items<double>(call, queue)
-                                    : attention_backward_items<float>(call, queue);
+  call.type == Dtype::float64 ? attention_backward_items<double>(call, queue)
+                              : attention_backward_items<float>(call, queue);
 }
 
 extern const AttentionKernels attention_kernels = {

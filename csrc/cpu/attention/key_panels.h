@@ -65,7 +65,7 @@ class KeyPanels {
     }
     OVERTONE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      store_full(first_lanes<A>(broadcast(sum_of_lanes<A>(sums[i])), 1, A{0}), out + i * ld);
+      store_full(mask_tail<A>(broadcast(reduce_add<A>(sums[i])), 1, A{0}), out + i * ld);
     }
   }
 

@@ -31,10 +31,8 @@ struct Problem : AttentionProblem {
   ScalarType accumulate;
 
   explicit Problem(const Args& args)
-      : op(args.op),
-        dtype(args.query.scalar_type()),
-        accumulate(statistics_type(element_type(args.query, op, "query"))) {
-    type = element_type(args.query, op, "query");
+      : op(args.op), dtype(args.query.scalar_type()), accumulate(accumulate_type(dtype_of(args.query, op, "query"))) {
+    type = dtype_of(args.query, op, "query");
     scale = args.scale;
     check_dims(args.query, 4, false, "query", op);
     check_dims(args.key, 4, false, "key", op);
@@ -54,7 +52,7 @@ struct Problem : AttentionProblem {
     gain = args.gain.has_value() ? args.gain->data_ptr() : nullptr;
     if (args.addend.has_value()) {
       addend = heads_view(*args.addend);
-      addend_type = element_type(*args.addend, op, "addend");
+      addend_type = dtype_of(*args.addend, op, "addend");
     }
   }
 
@@ -69,7 +67,7 @@ struct Problem : AttentionProblem {
     check_tensor(x, {sizes, x.has_value() && x->scalar_type() == dtype ? dtype : accumulate}, name, op);
   }
 
-  const AttentionKernels& kernels() const { return attention_kernels_table.get(op, type == ElementType::bfloat16); }
+  const AttentionKernels& kernels() const { return attention_kernels_table.get(op, type == Dtype::bfloat16); }
 
  private:
   void set_mask(const std::optional<Tensor>& given, bool is_causal) {
@@ -93,7 +91,7 @@ struct Problem : AttentionProblem {
 // The weight, or its transpose, as the right operand of a product.
 Tensor packed_weight(const AttentionKernels& run, const Problem& problem, const Args& args, bool transposed) {
   PanelPacking packing;
-  packing.source = {element_type(args.weight, args.op, "weight"), args.weight.data_ptr(), args.weight.stride(0),
+  packing.source = {dtype_of(args.weight, args.op, "weight"), args.weight.data_ptr(), args.weight.stride(0),
                     args.weight.stride(1)};
   packing.depth = problem.shape.inner_dim();
   packing.columns = problem.shape.out_dim;
@@ -134,7 +132,7 @@ struct Norms {
   Norms(const AttentionForward& attention, const void* data) {
     const AttentionShape& shape = attention.shape;
     call.shape = {shape.batch, shape.q_len, shape.out_dim};
-    call.type = attention.type == ElementType::float64 ? ElementType::float64 : ElementType::float32;
+    call.type = attention.type == Dtype::float64 ? Dtype::float64 : Dtype::float32;
     for (int64_t batch = 0; batch < shape.batch; ++batch) {
       offsets.push_back(data == nullptr ? 0 : batch * shape.q_len * shape.out_dim);
     }
@@ -182,11 +180,11 @@ AttentionForward forward_call(const Problem& problem, const ForwardArgs& args, c
   call.sample_scale = args.sample_scale.has_value() ? args.sample_scale->data_ptr() : nullptr;
   if (args.residual.has_value()) {
     const Tensor& residual = *args.residual;
-    call.residual = {element_type(residual, args.op, "residual"), residual.data_ptr(), residual.stride(1),
+    call.residual = {dtype_of(residual, args.op, "residual"), residual.data_ptr(), residual.stride(1),
                      residual.stride(2)};
     call.residual_batch_stride = residual.stride(0);
   }
-  call.y = {element_type(outputs.y, args.op, "y"), outputs.y.data_ptr(), shape.out_dim, 1};
+  call.y = {dtype_of(outputs.y, args.op, "y"), outputs.y.data_ptr(), shape.out_dim, 1};
   if (args.save_for_backward) {
     call.attn_out = outputs.attn_out.data_ptr();
     call.softmax_stats = outputs.softmax_stats.data_ptr();
@@ -283,7 +281,7 @@ void allocate_gradients(const Problem& problem, const Tensor& like, OutputMask w
 // All tokens' gradients as the right operand of a product of bf16.
 Tensor packed_gradient(const AttentionKernels& run, const Problem& problem, const Tensor& grad_y) {
   PanelPacking packing;
-  packing.source = {ElementType::float32, grad_y.data_ptr(), problem.shape.out_dim, 1};
+  packing.source = {Dtype::float32, grad_y.data_ptr(), problem.shape.out_dim, 1};
   packing.depth = problem.shape.batch * problem.shape.q_len;
   packing.columns = problem.shape.out_dim;
   return packed(run.packing, packing, grad_y, ScalarType::Float);
@@ -295,7 +293,7 @@ void weight_backward(const Problem& problem, const AttentionKernels& run, const 
       run.is_bf16 ? std::optional<Tensor>(packed_gradient(run, problem, grad_y)) : std::nullopt;
   WeightBackward call;
   call.shape = problem.shape;
-  call.is_float64 = problem.type == ElementType::float64;
+  call.is_float64 = problem.type == Dtype::float64;
   call.feature_block = run.feature_block;
   call.grad_y = grad_y.data_ptr();
   call.packed_grad = packed_grad.has_value() ? packed_grad->data_ptr() : nullptr;
@@ -316,7 +314,7 @@ Tensor out_backward(const Problem& problem, const Args& args, const AttentionKer
                         : allocated(args.query, {shape.batch, shape.q_len, shape.num_heads, shape.head_dim}, type);
   OutBackward call;
   call.shape = shape;
-  call.is_float64 = problem.type == ElementType::float64;
+  call.is_float64 = problem.type == Dtype::float64;
   call.grad_y = grad_y.data_ptr();
   call.weight = weight.data_ptr();
   call.grad_out = grad_out.data_ptr();
@@ -355,8 +353,8 @@ void attend_backward(const Problem& problem, const AttentionKernels& run, const 
   call.grad_gain = wanted.gain() ? grad_gain.data() : nullptr;
   parallel_items(call.items(), kLargeItems, [&](WorkQueue& queue) { run.attention_backward(call, queue); });
   if (wanted.gain()) {
-    problem.type == ElementType::float64 ? sum_over_batch<double>(grad_gain, grads.gain)
-                                         : sum_over_batch<float>(grad_gain, grads.gain);
+    problem.type == Dtype::float64 ? sum_over_batch<double>(grad_gain, grads.gain)
+                                   : sum_over_batch<float>(grad_gain, grads.gain);
   }
 }
 

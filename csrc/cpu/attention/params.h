@@ -50,13 +50,13 @@ constexpr int64_t kBf16FeatureBlock = 32;
 // out = gain · softmax(scale · Q Kᵀ + mask) V + addend, for every head.
 struct AttentionProblem {
   AttentionShape shape;
-  ElementType type;  // of query, key and value
+  Dtype type;  // of query, key and value
   StridedHeads query, key, value;
   AttentionMask mask;
   double scale = 1;
   const void* gain = nullptr;  // [num_heads], of the accumulate type; null is 1
   StridedHeads addend;         // [batch, num_heads, q_len, head_dim]; no data adds nothing
-  ElementType addend_type = ElementType::float32;
+  Dtype addend_type = Dtype::float32;
 };
 
 // Where the norms of y are taken: nowhere; in y, which is not rounded; in a tensor of y before rounding; or in a buffer

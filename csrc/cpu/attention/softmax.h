@@ -19,9 +19,9 @@ A largest_bias(const A* bias, int64_t stride, int64_t count) {
   if (stride == 1 && count >= kLanes<A>) {
     Vector<A> largest = load_full(bias);
     for (j = kLanes<A>; j + kLanes<A> <= count; j += kLanes<A>) {
-      largest = larger<A>(largest, load_full(bias + j));
+      largest = max<A>(largest, load_full(bias + j));
     }
-    best = largest_lane<A>(largest);
+    best = reduce_max<A>(largest);
   }
   for (; j < count; ++j) {
     best = std::max(best, bias[j * stride]);
@@ -77,7 +77,7 @@ void mask_logits(const AttentionProblem& call, int64_t batch, int64_t head, int6
   if (tail != 0) {
     A* last = logits + count - tail;
     for (int64_t row = 0; row < rows; ++row) {
-      store_full(first_lanes(load_full(last + row * ld), tail, kMinusInfinity<A>), last + row * ld);
+      store_full(mask_tail(load_full(last + row * ld), tail, kMinusInfinity<A>), last + row * ld);
     }
   }
 }
@@ -120,13 +120,13 @@ OVERTONE_INLINE void online_softmax_update(SoftmaxRow<A>* rows, A* logits, int64
   for (int v = 1; v < vectors; ++v) {
     OVERTONE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      best[i] = larger<A>(best[i], load_full(logits + i * ld + v * kLanes<A>));
+      best[i] = max<A>(best[i], load_full(logits + i * ld + v * kLanes<A>));
     }
   }
   A safe[kRows];
   OVERTONE_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    safe[i] = rows[i].update_max(largest_lane<A>(best[i]));
+    safe[i] = rows[i].update_max(reduce_max<A>(best[i]));
   }
   Vector<A> totals[kRows] = {};
   for (int v = 0; v < vectors; ++v) {
@@ -140,7 +140,7 @@ OVERTONE_INLINE void online_softmax_update(SoftmaxRow<A>* rows, A* logits, int64
   }
   OVERTONE_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    rows[i].add(sum_of_lanes<A>(totals[i]));
+    rows[i].add(reduce_add<A>(totals[i]));
   }
 }
 

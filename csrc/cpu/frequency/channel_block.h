@@ -303,7 +303,7 @@ struct BlockMean {
 
 // Lanes past the block's width hold zeros in every sum, so they may be added up with the rest.
 template <class A>
-double sum_of_lanes(const BlockSums<A>& sums) {
+double reduce_add(const BlockSums<A>& sums) {
   Vector<double> lanes{};
   for (int v = 0; v < ChannelBlock<A>::kVectors; ++v) {
     lanes += sums[v].lanes();

@@ -41,7 +41,7 @@ OVERTONE_INLINE BlockSquares block_squares(const Rows& x, const ValidTokens& val
   for (int v = 0; v < kVectors; ++v) {
     low[v].add(mean.value[v] * mean.value[v]);
   }
-  return {sum_of_lanes<A>(low) * static_cast<double>(mean.count), sum_of_lanes<A>(high)};
+  return {reduce_add<A>(low) * static_cast<double>(mean.count), reduce_add<A>(high)};
 }
 
 // Whether a block's sum of squares in A has lost nothing: none of 2^30 terms overflowed, and those that vanished are
@@ -58,10 +58,10 @@ Accumulator<T> largest_of_block(const BlockRows<T, kContiguous>& x, const ValidT
   Vector<A> largest{};
   for (int64_t row = 0; row < valid.tokens; ++row) {
     for (int v = 0; v < ChannelBlock<A>::kVectors && valid[row]; ++v) {
-      largest = larger<A>(largest, absolute<A>(x.load(row, v)));
+      largest = max<A>(largest, abs<A>(x.load(row, v)));
     }
   }
-  return largest_lane<A>(largest);
+  return reduce_max<A>(largest);
 }
 
 template <class T, bool kContiguous>
@@ -446,13 +446,13 @@ void filter_backward_items(const FilterBackward& call, int64_t begin, int64_t en
 #define OVERTONE_FOR_TYPES(function, Call)                             \
   inline void function(const Call& call, int64_t begin, int64_t end) { \
     switch (call.type) {                                               \
-      case ElementType::float32:                                       \
+      case Dtype::float32:                                             \
         return function##_items<float>(call, begin, end);              \
-      case ElementType::float64:                                       \
+      case Dtype::float64:                                             \
         return function##_items<double>(call, begin, end);             \
-      case ElementType::bfloat16:                                      \
+      case Dtype::bfloat16:                                            \
         return function##_items<BFloat16>(call, begin, end);           \
-      case ElementType::float16:                                       \
+      case Dtype::float16:                                             \
         return function##_items<Half>(call, begin, end);               \
     }                                                                  \
   }

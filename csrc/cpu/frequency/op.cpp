@@ -43,7 +43,7 @@ struct TokensView {
 
   TokensView(const Tensor& x, const char* name, const char* op) {
     check_dims(x, 2, true, name, op);
-    element_type(x, op, name);
+    dtype_of(x, op, name);
     offsets = leading_offsets(x, x.dim() - 2);
     tokens.data = x.data_ptr();
     tokens.token_stride = x.stride(-2);
@@ -70,9 +70,8 @@ struct MaskView {
   }
 };
 
-ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, ElementType type, const char* name,
-                    const char* op) {
-  check_tensor(gain, {{shape.channels}, statistics_type(type)}, name, op);
+ChannelGain gain_of(const Tensor& gain, const FrequencyShape& shape, Dtype type, const char* name, const char* op) {
+  check_tensor(gain, {{shape.channels}, accumulate_type(type)}, name, op);
   return {gain.data_ptr(), gain.stride(0)};
 }
 
@@ -95,7 +94,7 @@ void store_statistics(Tensor& out, int64_t count, const Store& value) {
 std::vector<double> load_statistics(const Tensor& statistics, const Tensor& x, const char* name, const char* op) {
   std::vector<int64_t> leading = sizes_of(x);
   leading.resize(leading.size() - 2);
-  check_tensor(statistics, {leading, statistics_type(element_type(x, op, "x")), /*contiguous=*/true}, name, op);
+  check_tensor(statistics, {leading, accumulate_type(dtype_of(x, op, "x")), /*contiguous=*/true}, name, op);
   const int64_t count = statistics.numel();
   std::vector<double> values = buffer<double>(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -157,7 +156,7 @@ NormScales::NormScales(const Tensor& grad_low, const Tensor& grad_high, const Te
       exponents_(low_.size()) {
   const std::vector<double> low_norms = load_statistics(low, x, "low", op);
   const std::vector<double> high_norms = load_statistics(high, x, "high", op);
-  const bool is_wide = call.type == ElementType::float64;
+  const bool is_wide = call.type == Dtype::float64;
   const double least = is_wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
   const double most = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const auto scale = [](double grad, double norm) { return norm == 0 ? 0 : grad / norm; };
@@ -185,7 +184,7 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
   const MaskView valid(mask, x, op);
   NormsForward call;
   call.shape = shape_of(x);
-  call.type = element_type(x, op, "x");
+  call.type = dtype_of(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
   const NormSums sums(call);
@@ -194,8 +193,8 @@ std::tuple<Tensor, Tensor> frequency_norms(Tensor x, std::optional<Tensor> mask)
 
   std::vector<int64_t> leading = sizes_of(x);
   leading.resize(leading.size() - 2);
-  Tensor low = allocated(x, leading, statistics_type(call.type));
-  Tensor high = allocated(x, leading, statistics_type(call.type));
+  Tensor low = allocated(x, leading, accumulate_type(call.type));
+  Tensor high = allocated(x, leading, accumulate_type(call.type));
   sums.store(low, high);
   return {low, high};
 }
@@ -207,7 +206,7 @@ Tensor frequency_norms_backward(Tensor grad_low, Tensor grad_high, Tensor x, Ten
   const MaskView valid(mask, x, op);
   NormsBackward call;
   call.shape = shape_of(x);
-  call.type = element_type(x, op, "x");
+  call.type = dtype_of(x, op, "x");
   call.x = tokens.tokens;
   call.mask = valid.mask;
   check_tensor(addend, {sizes_of(x), x.scalar_type(), true}, "addend", op);
@@ -226,7 +225,7 @@ Tensor frequency_filter(Tensor x, Tensor low, Tensor high, std::optional<Tensor>
   const MaskView valid(mask, x, op);
   FilterForward call;
   call.shape = shape_of(x);
-  call.type = element_type(x, op, "x");
+  call.type = dtype_of(x, op, "x");
   call.causal = is_causal;
   call.x = tokens.tokens;
   call.mask = valid.mask;
@@ -259,7 +258,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
   const MaskView valid(mask, grad_y, op);
   FilterBackward call;
   call.shape = shape_of(grad_y);
-  call.type = element_type(grad_y, op, "grad_y");
+  call.type = dtype_of(grad_y, op, "grad_y");
   call.causal = is_causal;
   call.grad_y = grad_tokens.tokens;
   call.mask = valid.mask;
@@ -270,7 +269,7 @@ std::tuple<Tensor, Tensor, Tensor> frequency_filter_backward(Tensor grad_y, std:
   call.grad_x = need_x ? grad_x.data_ptr() : nullptr;
 
   const bool need_gains = x.has_value();
-  const ScalarType gain_type = statistics_type(call.type);
+  const ScalarType gain_type = accumulate_type(call.type);
   const std::vector<int64_t> gain_shape = need_gains ? std::vector<int64_t>{call.shape.channels} : nothing;
   Tensor grad_low = allocated(grad_y, gain_shape, gain_type);
   Tensor grad_high = allocated(grad_y, gain_shape, gain_type);

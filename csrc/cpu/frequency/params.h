@@ -46,7 +46,7 @@ struct FrequencyShape {
 // tokens would overflow or vanish they are those of tokens · 2^-exponent.
 struct NormsForward {
   FrequencyShape shape;
-  ElementType type;
+  Dtype type;
   StridedTokens x;
   TokenMask mask;
   double* low_squared = nullptr;
@@ -58,7 +58,7 @@ struct NormsForward {
 // zero. They are for tokens · 2^-exponent.
 struct NormsBackward {
   FrequencyShape shape;
-  ElementType type;
+  Dtype type;
   StridedTokens x;
   TokenMask mask;
   const double* low_scale = nullptr;   // [samples]
@@ -71,7 +71,7 @@ struct NormsBackward {
 // y = low ⊙ LFC[x] + high ⊙ HFC[x]; with `causal` the mean over tokens is the running mean.
 struct FilterForward {
   FrequencyShape shape;
-  ElementType type;
+  Dtype type;
   bool causal = false;
   StridedTokens x;
   TokenMask mask;
@@ -83,7 +83,7 @@ struct FilterForward {
 // The adjoint of the filter applied to grad_y, and the gains' gradients of every sample. What is not wanted is null.
 struct FilterBackward {
   FrequencyShape shape;
-  ElementType type;
+  Dtype type;
   bool causal = false;
   StridedTokens grad_y;
   StridedTokens x;  // read only for the gains' gradients

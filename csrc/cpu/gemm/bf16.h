@@ -153,7 +153,7 @@ struct Bf16Operand {
 
   Bf16Operand(const StridedMatrix& source, int64_t rows, int64_t width, BFloat16* scratch) {
     const bool is_whole = rows % kWholeRows == 0 && width % kWholeDepth == 0;
-    if (source.type == ElementType::bfloat16 && source.column_stride == 1 && is_whole) {
+    if (source.type == Dtype::bfloat16 && source.column_stride == 1 && is_whole) {
       data = static_cast<const BFloat16*>(source.data);
       ld = source.row_stride;
     } else {

@@ -10,7 +10,7 @@ namespace overtone::OVERTONE_ISA {
 
 // A matrix of a batch whose elements are of type A.
 template <class A>
-StridedMatrix member_rows(const MatrixBatch& batch, int64_t index) {
+StridedMatrix matrix_rows(const MatrixBatch& batch, int64_t index) {
   const A* first = static_cast<const A*>(batch.data) + batch.offsets[index];
   return {kDtype<A>, const_cast<A*>(first), batch.row_stride, batch.column_stride};
 }

@@ -40,10 +40,8 @@ OVERTONE_INLINE int vectors_of(int64_t columns) {
 }
 
 enum class Operand {
-  row_major,         // A[i][k] at a[i·lda + k]
-  col_major,         // at a[k·lda + i]
-  rows = row_major,  // old names: they go when the last caller has the new ones
-  columns = col_major
+  row_major,  // A[i][k] at a[i·lda + k]
+  col_major,  // at a[k·lda + i]
 };
 
 template <class A, int kRows, int kVectors, Operand kOperand, class Epilogue>

@@ -10,16 +10,14 @@
 
 namespace overtone::OVERTONE_ISA {
 
-using MatrixRows = StridedMatrix;  // the old name: it goes when the last caller has the new one
-
 // Calls f with a value of the C++ type; everything but packing and rounding is compiled for A alone.
 template <class A, class F>
-OVERTONE_INLINE void with_type(ElementType type, const F& f) {
+OVERTONE_INLINE void with_type(Dtype type, const F& f) {
   if constexpr (std::is_same_v<A, double>) {
     f(double{});
-  } else if (type == ElementType::float32) {
+  } else if (type == Dtype::float32) {
     f(float{});
-  } else if (type == ElementType::bfloat16) {
+  } else if (type == Dtype::bfloat16) {
     f(BFloat16{});
   } else {
     f(Half{});
@@ -157,15 +155,15 @@ void pack_panels_of(const PanelPacking& call, WorkQueue& queue) {
 }
 
 inline void pack_panels(const PanelPacking& call, WorkQueue& queue) {
-  call.source.type == ElementType::float64 ? pack_panels_of<double>(call, queue) : pack_panels_of<float>(call, queue);
+  call.source.type == Dtype::float64 ? pack_panels_of<double>(call, queue) : pack_panels_of<float>(call, queue);
 }
 
 inline int panel_vectors(const PanelPacking& call) {
-  return call.source.type == ElementType::float64 ? vectors_of<double>(call.columns) : vectors_of<float>(call.columns);
+  return call.source.type == Dtype::float64 ? vectors_of<double>(call.columns) : vectors_of<float>(call.columns);
 }
 
 inline int64_t panel_elements(const PanelPacking& call) {
-  const int lanes = call.source.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+  const int lanes = call.source.type == Dtype::float64 ? kLanes<double> : kLanes<float>;
   return call.depth * panel_vectors(call) * lanes;
 }
 
@@ -225,8 +223,5 @@ struct GemmOperand {
     }
   }
 };
-
-template <class A>
-using ProductRows = GemmOperand<A>;  // the old name
 
 }  // namespace overtone::OVERTONE_ISA

@@ -48,7 +48,6 @@ class Prefetcher {
     }
     ++next_;
   }
-  OVERTONE_INLINE void fetch() { prefetch_row(); }
 
  private:
   static constexpr int kMaxMatrices = 5;
@@ -64,7 +63,5 @@ class Prefetcher {
   int matrices_ = 0;
   int64_t next_ = 0;
 };
-
-using ComingRows = Prefetcher;  // the old name
 
 }  // namespace overtone::OVERTONE_ISA

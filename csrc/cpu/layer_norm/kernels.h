@@ -23,13 +23,13 @@ inline void normalize_row(const LayerNormForward& call, int64_t token) {
   const float count = static_cast<float>(call.channels);
   Vector<float> total{};
   for_row(call.channels, [&](int64_t j, int lanes) { total += load(x + j, 1, lanes); });
-  const float mean = sum_of_lanes<float>(total) / count;
+  const float mean = reduce_add<float>(total) / count;
   Vector<float> squares{};
   for_row(call.channels, [&](int64_t j, int lanes) {
-    const Vector<float> centered = first_lanes(load(x + j, 1, lanes) - mean, lanes, 0.0F);
+    const Vector<float> centered = mask_tail(load(x + j, 1, lanes) - mean, lanes, 0.0F);
     squares += centered * centered;
   });
-  const float rstd = 1 / std::sqrt(sum_of_lanes<float>(squares) / count + call.eps);
+  const float rstd = 1 / std::sqrt(reduce_add<float>(squares) / count + call.eps);
   call.rows[2 * token] = mean;
   call.rows[2 * token + 1] = rstd;
   BFloat16* y = static_cast<BFloat16*>(call.y) + token * call.channels;
@@ -57,7 +57,7 @@ void differentiate_row(const LayerNormBackward& call, int64_t token, const G* gr
   Vector<float> total{};
   Vector<float> along{};
   for_row(call.channels, [&](int64_t j, int lanes) {
-    const Vector<float> normalized = first_lanes((load(x + j, 1, lanes) - mean) * rstd, lanes, 0.0F);
+    const Vector<float> normalized = mask_tail((load(x + j, 1, lanes) - mean) * rstd, lanes, 0.0F);
     const Vector<float> grad = load(grad_y + j, 1, lanes);
     const Vector<float> product = grad * load(call.weight + j, 1, lanes);
     total += product;
@@ -71,8 +71,8 @@ void differentiate_row(const LayerNormBackward& call, int64_t token, const G* gr
     return;
   }
   const float count = static_cast<float>(call.channels);
-  const float mean_total = sum_of_lanes<float>(total) / count;
-  const float mean_along = sum_of_lanes<float>(along) / count;
+  const float mean_total = reduce_add<float>(total) / count;
+  const float mean_along = reduce_add<float>(along) / count;
   float* grad_x = call.grad_x + token * call.channels;
   for_row(call.channels, [&](int64_t j, int lanes) {
     const Vector<float> normalized = (load(x + j, 1, lanes) - mean) * rstd;

@@ -12,7 +12,7 @@ namespace overtone::OVERTONE_ISA {
 // number of vectors apart, or all elements of a column would share a few lines of the cache; and not about a multiple
 // of 4096 bytes, or the processor would take loads from a row for loads of what was just stored to the next.
 template <class A>
-struct LaneMatrix {
+struct InterleavedMatrix {
   A* data = nullptr;
   int64_t row_stride = 0;  // in elements of A
 
@@ -28,8 +28,8 @@ struct LaneMatrix {
   }
   static constexpr int64_t size(int64_t rows, int64_t columns) { return rows * padded_columns(columns) * kLanes<A>; }
 
-  LaneMatrix() = default;
-  LaneMatrix(A* data, int64_t columns) : data(data), row_stride(padded_columns(columns) * kLanes<A>) {}
+  InterleavedMatrix() = default;
+  InterleavedMatrix(A* data, int64_t columns) : data(data), row_stride(padded_columns(columns) * kLanes<A>) {}
 
   OVERTONE_INLINE A* at(int64_t row, int64_t column) const { return data + row * row_stride + column * kLanes<A>; }
   OVERTONE_INLINE Vector<A> get(int64_t row, int64_t column) const { return load_full(at(row, column)); }
@@ -94,13 +94,14 @@ OVERTONE_INLINE void deinterleave_run(const A* vectors, int64_t length, int coun
 // Matrices [first, first + kLanes) of the batch, rows × columns. Lanes beyond the batch repeat its last matrix: they
 // behave like any other lane, and nobody reads them.
 template <class A>
-void load_lanes(const MatrixBatch& batch, int64_t first, int64_t rows, int64_t columns, const LaneMatrix<A>& out) {
+void load_lanes(const MatrixBatch& batch, int64_t first, int64_t rows, int64_t columns,
+                const InterleavedMatrix<A>& out) {
   const A* base[kLanes<A>];
   for (int lane = 0; lane < kLanes<A>; ++lane) {
     base[lane] = static_cast<const A*>(batch.data) + batch.offsets[std::min(first + lane, batch.count - 1)];
   }
-  const bool is_packed = batch.column_stride == 1 && batch.row_stride == columns;
-  if (is_packed && out.row_stride == columns * kLanes<A>) {
+  const bool is_contiguous = batch.column_stride == 1 && batch.row_stride == columns;
+  if (is_contiguous && out.row_stride == columns * kLanes<A>) {
     interleave_run<A>(base, rows * columns, out.data);
     return;
   }
@@ -123,7 +124,7 @@ void load_lanes(const MatrixBatch& batch, int64_t first, int64_t rows, int64_t c
 
 // Rows × columns of the first `count` lanes to contiguous matrices one after another.
 template <class A>
-void store_lanes(const LaneMatrix<A>& source, int64_t rows, int64_t columns, int count, A* out) {
+void store_lanes(const InterleavedMatrix<A>& source, int64_t rows, int64_t columns, int count, A* out) {
   if (source.row_stride == columns * kLanes<A>) {
     columns *= rows;
     rows = 1;

@@ -22,8 +22,9 @@ void solve_triangular(const A* t, int64_t ldt, int64_t rows, A* x, int64_t ld, i
     const int64_t solved_begin = kTriangle == Triangle::upper ? end : 0;
     const int64_t solved = kTriangle == Triangle::upper ? rows - end : begin;
     for (int64_t k = 0; k < solved; k += kSumRows) {
-      gemm<A, Operand::rows>(end - begin, vectors, std::min(kSumRows, solved - k), t + begin * ldt + solved_begin + k,
-                             ldt, x + (solved_begin + k) * ld, ld, SubtractFrom<A>{x + begin * ld, ld});
+      gemm<A, Operand::row_major>(end - begin, vectors, std::min(kSumRows, solved - k),
+                                  t + begin * ldt + solved_begin + k, ldt, x + (solved_begin + k) * ld, ld,
+                                  SubtractFrom<A>{x + begin * ld, ld});
     }
     for (int64_t step = 0; step < end - begin; ++step) {
       const int64_t row = kTriangle == Triangle::upper ? end - 1 - step : begin + step;

@@ -78,9 +78,9 @@ class Bf16LinearBlocks {
   explicit Bf16LinearBlocks(const Bf16LinearForward& call)
       : call_(call),
         weight_(call.weight, call.inputs, call.outputs),
-        numbers_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, call.inputs))),
+        bf16_scratch_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, call.inputs))),
         memory_(kStripSums + Scratch<float>::padded(call.outputs)),
-        x_(numbers_.take(Bf16Operand::size(kLinearTokens, call.inputs))),
+        x_(bf16_scratch_.take(Bf16Operand::size(kLinearTokens, call.inputs))),
         sums_(memory_.take(kStripSums)) {
     float* bias = memory_.take(call.outputs);
     std::fill(bias, bias + Scratch<float>::padded(call.outputs), 0.0F);
@@ -111,7 +111,7 @@ class Bf16LinearBlocks {
  private:
   const Bf16LinearForward& call_;
   Bf16Weight weight_;
-  Scratch<BFloat16> numbers_;
+  Scratch<BFloat16> bf16_scratch_;
   Scratch<float> memory_;
   Bf16Session session_;
   BFloat16* x_;
@@ -201,7 +201,7 @@ class Bf16WeightGradientBlocks {
         sums[0] += load_full(row + token);
         sums[1] += load_full(row + token + kLanes<float>);
       }
-      total += sum_of_lanes<float>(sums[0] + sums[1]);
+      total += reduce_add<float>(sums[0] + sums[1]);
     }
     *out = total;
   }

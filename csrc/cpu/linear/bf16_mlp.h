@@ -17,15 +17,15 @@ class Bf16MlpForwardBlocks {
         w1_(call.w1, shape_.inputs, shape_.hidden),
         w2_(call.w2, shape_.hidden, shape_.outputs),
         y_ld_(padded_stride<float>(padded_to(shape_.outputs, kTileSize))),
-        numbers_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, shape_.inputs)) +
-                 kLinearTokens * kBf16GroupLd),
+        bf16_scratch_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, shape_.inputs)) +
+                      kLinearTokens * kBf16GroupLd),
         memory_(kStripSums + kLinearTokens * y_ld_ + Scratch<float>::padded(shape_.hidden)),
-        x_(numbers_.take(Bf16Operand::size(kLinearTokens, shape_.inputs))),
-        active_(numbers_.take(kLinearTokens * kBf16GroupLd)),
+        x_(bf16_scratch_.take(Bf16Operand::size(kLinearTokens, shape_.inputs))),
+        active_(bf16_scratch_.take(kLinearTokens * kBf16GroupLd)),
         sums_(memory_.take(kStripSums)),
         y_(memory_.take(kLinearTokens * y_ld_)),
         b1_(memory_.take(shape_.hidden)) {
-    numbers_.clear();  // what fills a group up to whole tiles
+    bf16_scratch_.clear();  // what fills a group up to whole tiles
     std::fill(b1_, b1_ + Scratch<float>::padded(shape_.hidden), 0.0F);
     std::copy(call.b1, call.b1 + shape_.hidden, b1_);
   }
@@ -86,7 +86,7 @@ class Bf16MlpForwardBlocks {
   Bf16Weight w1_;
   Bf16Weight w2_;
   int64_t y_ld_;
-  Scratch<BFloat16> numbers_;
+  Scratch<BFloat16> bf16_scratch_;
   Scratch<float> memory_;
   Bf16Session session_;
   BFloat16* x_;
@@ -104,14 +104,14 @@ class Bf16MlpBackwardBlocks {
         w1_(call.w1, shape_.hidden, shape_.inputs),
         w2_(call.w2, shape_.outputs, shape_.hidden),
         grad_x_ld_(padded_stride<float>(padded_to(shape_.inputs, kTileSize))),
-        numbers_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, shape_.outputs)) +
-                 kLinearTokens * kBf16GroupLd),
+        bf16_scratch_(Scratch<BFloat16>::padded(Bf16Operand::size(kLinearTokens, shape_.outputs)) +
+                      kLinearTokens * kBf16GroupLd),
         memory_(kStripSums + kLinearTokens * grad_x_ld_),
-        grad_(numbers_.take(Bf16Operand::size(kLinearTokens, shape_.outputs))),
-        grad_pre_(numbers_.take(kLinearTokens * kBf16GroupLd)),
+        grad_(bf16_scratch_.take(Bf16Operand::size(kLinearTokens, shape_.outputs))),
+        grad_pre_(bf16_scratch_.take(kLinearTokens * kBf16GroupLd)),
         sums_(memory_.take(kStripSums)),
         grad_x_(memory_.take(kLinearTokens * grad_x_ld_)) {
-    numbers_.clear();
+    bf16_scratch_.clear();
   }
 
   void run(int64_t block) {
@@ -137,7 +137,7 @@ class Bf16MlpBackwardBlocks {
     }
     if (call_.grad_x != nullptr) {
       BFloat16* out = static_cast<BFloat16*>(call_.grad_x) + token * shape_.inputs;
-      unpack_rows(grad_x_, grad_x_ld_, rows, shape_.inputs, 1.0F, {ElementType::bfloat16, out, shape_.inputs, 1});
+      unpack_rows(grad_x_, grad_x_ld_, rows, shape_.inputs, 1.0F, {Dtype::bfloat16, out, shape_.inputs, 1});
     }
     if (call_.x_columns != nullptr) {
       pack_gradient_operands(token, rows, grads);
@@ -187,7 +187,7 @@ class Bf16MlpBackwardBlocks {
   Bf16Weight w1_;
   Bf16Weight w2_;
   int64_t grad_x_ld_;
-  Scratch<BFloat16> numbers_;
+  Scratch<BFloat16> bf16_scratch_;
   Scratch<float> memory_;
   Bf16Session session_;
   BFloat16* grad_;

@@ -162,7 +162,7 @@ LinearGradients bf16_linear_backward(const Bf16LinearKernels& run, const Tensor&
 MlpResult bf16_mlp(const Bf16LinearKernels& run, const MlpShape& shape, const MlpInputs& in, const char* op) {
   const ScalarType type = in.residual.has_value() ? in.residual->scalar_type() : in.x.scalar_type();
   Tensor y = allocated(in.x, {shape.tokens, shape.outputs}, type);
-  Tensor pre = allocated_if(in.need_backward, in.x, {shape.tokens, shape.stride});
+  Tensor pre = allocated_if(in.save_for_backward, in.x, {shape.tokens, shape.stride});
   const Tensor w1 = panels_of(run, in.w1, true, op);
   const Tensor w2 = panels_of(run, in.w2, true, op);
   Bf16MlpForward call;
@@ -172,7 +172,7 @@ MlpResult bf16_mlp(const Bf16LinearKernels& run, const MlpShape& shape, const Ml
   call.b1 = static_cast<const float*>(in.b1.data_ptr());
   call.w2 = w2.data_ptr();
   call.b2 = static_cast<const float*>(in.b2.data_ptr());
-  call.pre = data_if(in.need_backward, pre);
+  call.pre = data_if(in.save_for_backward, pre);
   if (in.residual.has_value()) {
     call.residual = matrix(*in.residual, op);
   }

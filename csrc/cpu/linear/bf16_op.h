@@ -20,7 +20,7 @@ struct LinearGradients {
 struct MlpInputs {
   Tensor x, w1, b1, w2, b2;
   std::optional<Tensor> residual;
-  bool need_backward;
+  bool save_for_backward;
 };
 
 struct MlpResult {
@@ -33,7 +33,7 @@ struct MlpGradients {
 };
 
 inline StridedMatrix matrix(const Tensor& tensor, const char* op) {
-  return {element_type(tensor, op, "x"), tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
+  return {dtype_of(tensor, op, "x"), tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
 
 inline Tensor allocated_if(bool wanted, const Tensor& like, const std::vector<int64_t>& size) {

@@ -110,14 +110,14 @@ class WeightGradientBlocks {
 };
 
 template <template <class> class Worker, class Call>
-void run_items(ElementType type, const Call& call, WorkQueue& queue) {
+void run_items(Dtype type, const Call& call, WorkQueue& queue) {
   const auto run = [&](auto element) {
     Worker<decltype(element)> worker(call);
     for (int64_t item; (item = queue.pop()) >= 0;) {
       worker.run(item);
     }
   };
-  type == ElementType::float64 ? run(double{}) : run(float{});
+  type == Dtype::float64 ? run(double{}) : run(float{});
 }
 
 inline void linear_forward(const LinearForward& call, WorkQueue& queue) {

@@ -17,7 +17,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 void check_tokens(const Tensor& x, const char* op) {
   check_dims(x, 2, false, "x", op);
-  element_type(x, op, "x");
+  dtype_of(x, op, "x");
   if (x.size(1) == 0) {
     fail(op, "x: got ", shape_text(sizes_of(x)), ", wanted [tokens, channels] with channels");
   }
@@ -121,13 +121,13 @@ MlpShape mlp_shape(const Tensor& x, const Tensor& w1, const Tensor& w2, const ch
 }
 
 MlpResult float_mlp(const MlpInputs& in, const char* op) {
-  const auto& [x, w1, b1, w2, b2, residual, need_backward] = in;
+  const auto& [x, w1, b1, w2, b2, residual, save_for_backward] = in;
   MlpForward call;
   call.shape = mlp_shape(x, w1, w2, op);
   const MlpShape& shape = call.shape;
   const LinearKernels& run = linear_kernels_table.get(op);
   Tensor y = allocated(x, {shape.tokens, shape.outputs});
-  Tensor pre = allocated_if(need_backward, x, {shape.tokens, shape.stride});
+  Tensor pre = allocated_if(save_for_backward, x, {shape.tokens, shape.stride});
   const Tensor w1_panels = packed_transposed(run, w1, op);
   const Tensor w2_panels = packed_transposed(run, w2, op);
   call.x = matrix(x, op);
@@ -135,7 +135,7 @@ MlpResult float_mlp(const MlpInputs& in, const char* op) {
   call.b1 = b1.data_ptr();
   call.w2 = w2_panels.data_ptr();
   call.b2 = b2.data_ptr();
-  call.pre = need_backward ? pre.data_ptr() : nullptr;
+  call.pre = save_for_backward ? pre.data_ptr() : nullptr;
   if (residual.has_value()) {
     call.residual = matrix(*residual, op);
   }
@@ -219,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor grad_y, Tensor x, Tens
 }
 
 std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor b2, MaybeTensor residual,
-                               bool need_backward) {
+                               bool save_for_backward) {
   constexpr const char* op = "mlp";
   const MlpShape shape = mlp_shape(x, w1, w2, op);
   check_bias(b1, shape.hidden, x, "b1", op);
@@ -228,15 +228,15 @@ std::tuple<Tensor, Tensor> mlp(Tensor x, Tensor w1, Tensor b1, Tensor w2, Tensor
     check_either(*residual, {shape.tokens, shape.outputs}, x, false, "residual", op);
   }
   if (const Bf16LinearKernels* run = bf16_linear_kernels_for(x, op)) {
-    const MlpResult result = bf16_mlp(*run, shape, {x, w1, wide(b1), w2, wide(b2), residual, need_backward}, op);
+    const MlpResult result = bf16_mlp(*run, shape, {x, w1, wide(b1), w2, wide(b2), residual, save_for_backward}, op);
     return {result.y, result.pre};
   }
   if (!is_half(x)) {
-    const MlpResult result = float_mlp({x, w1, b1, w2, b2, residual, need_backward}, op);
+    const MlpResult result = float_mlp({x, w1, b1, w2, b2, residual, save_for_backward}, op);
     return {result.y, result.pre};
   }
   const MlpResult result =
-      float_mlp({wide(x), wide(w1), wide(b1), wide(w2), wide(b2), wide(residual), need_backward}, op);
+      float_mlp({wide(x), wide(w1), wide(b1), wide(w2), wide(b2), wide(residual), save_for_backward}, op);
   return {converted(result.y, residual.has_value() ? residual->scalar_type() : x.scalar_type()),
           converted(result.pre, x.scalar_type())};
 }

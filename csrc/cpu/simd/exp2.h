@@ -78,7 +78,7 @@ template <class A, class Series = FloatBits<A>>
 OVERTONE_INLINE Vector<A> exp2_nonpositive(Vector<A> x) {
   using Bits = FloatBits<A>;
   typedef typename Bits::Integer Integers __attribute__((vector_size(OVERTONE_VECTOR_BYTES)));
-  const Vector<A> bounded = larger<A>(broadcast(Bits::kLowest), x);  // a NaN stays
+  const Vector<A> bounded = max<A>(broadcast(Bits::kLowest), x);  // a NaN stays
   // The sum ends in n, the integer nearest to x, as the exponent of 2^n is written; kLowest is written as that of zero.
   const Vector<A> shifted = bounded + Bits::kExponent;
   const Vector<A> fraction = bounded - (shifted - Bits::kExponent);

@@ -38,7 +38,7 @@ template <class A>
 OVERTONE_INLINE Normal<A> normal(Vector<A> x) {
   using Tail = NormalTail<A>;
   constexpr A kHalfLog2E = A(0.72134752044448170368);
-  const Vector<A> t = absolute<A>(x);
+  const Vector<A> t = abs<A>(x);
   const Vector<A> bell = exp2_nonpositive<A>(t * t * -kHalfLog2E);
   const Vector<A> tail = bell * exp2_series<A, Tail>(A(1) - A(2) * Tail::kCenter / (t + Tail::kCenter));
   return {select(less(x, Vector<A>{}), tail, A(1) - tail), bell};
@@ -87,8 +87,8 @@ OVERTONE_INLINE Vector<float> polynomial(const float (&series)[kTerms], Vector<f
 // GELU alone where the slope is not used: the compiler drops what nobody reads.
 OVERTONE_INLINE GeluAndSlope<float> coarse_gelu_and_slope(Vector<float> x) {
   constexpr float kLargest = CoarseNormal::kLargest;
-  const Vector<float> raised = larger<float>(broadcast(-kLargest), x);  // a NaN stays; left of this GELU is zero
-  const Vector<float> u = smaller<float>(broadcast(kLargest), raised);
+  const Vector<float> raised = max<float>(broadcast(-kLargest), x);  // a NaN stays; left of this GELU is zero
+  const Vector<float> u = min<float>(broadcast(kLargest), raised);
   const Vector<float> t = u * u * (2 / (kLargest * kLargest)) - 1.0F;
   const Vector<float> below = u * polynomial(CoarseNormal::kBelow, t) + 0.5F;
   const Vector<float> slope = u * polynomial(CoarseNormal::kSlope, t) + 0.5F;

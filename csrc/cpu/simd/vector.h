@@ -165,13 +165,13 @@ OVERTONE_INLINE A reduce_lanes(Vector<A> v, Combine combine, std::index_sequence
 }
 
 template <class A>
-OVERTONE_INLINE A sum_of_lanes(Vector<A> v) {
+OVERTONE_INLINE A reduce_add(Vector<A> v) {
   return reduce_lanes<A>(
       v, [](Vector<A> a, Vector<A> b) { return a + b; }, std::make_index_sequence<size_t{kLanes<A>}>());
 }
 
 template <class A>
-OVERTONE_INLINE A largest_lane(Vector<A> v) {
+OVERTONE_INLINE A reduce_max(Vector<A> v) {
   return reduce_lanes<A>(
       v, [](Vector<A> a, Vector<A> b) { return a > b ? a : b; }, std::make_index_sequence<size_t{kLanes<A>}>());
 }
@@ -185,7 +185,7 @@ OVERTONE_INLINE auto lane_numbers(std::index_sequence<kLane...>) {
 
 // v in the first `count` lanes, `rest` in the others.
 template <class A>
-OVERTONE_INLINE Vector<A> first_lanes(Vector<A> v, int count, A rest) {
+OVERTONE_INLINE Vector<A> mask_tail(Vector<A> v, int count, A rest) {
   return lane_numbers<A>(std::make_index_sequence<size_t{kLanes<A>}>()) < count ? v : broadcast(rest);
 }
 
@@ -296,7 +296,7 @@ OVERTONE_INLINE bool lane_of(Mask<A> mask, int lane) {
 #endif
 }
 
-OVERTONE_INLINE Vector<float> square_root(Vector<float> v) {
+OVERTONE_INLINE Vector<float> sqrt(Vector<float> v) {
 #if OVERTONE_VECTOR_BYTES == 64
   return _mm512_maskz_sqrt_ps(0xffff, v);
 #elif OVERTONE_VECTOR_BYTES == 32
@@ -311,7 +311,7 @@ OVERTONE_INLINE Vector<float> square_root(Vector<float> v) {
 #endif
 }
 
-OVERTONE_INLINE Vector<double> square_root(Vector<double> v) {
+OVERTONE_INLINE Vector<double> sqrt(Vector<double> v) {
 #if OVERTONE_VECTOR_BYTES == 64
   return _mm512_maskz_sqrt_pd(0xff, v);
 #elif OVERTONE_VECTOR_BYTES == 32
@@ -328,7 +328,7 @@ OVERTONE_INLINE Vector<double> square_root(Vector<double> v) {
 
 // 1/√v to about one unit in the last place, for v > 0 that is neither subnormal nor infinite.
 template <class A>
-OVERTONE_INLINE Vector<A> reciprocal_root(Vector<A> v) {
+OVERTONE_INLINE Vector<A> rsqrt(Vector<A> v) {
 #if OVERTONE_VECTOR_BYTES == 64
   // 14 bits from the machine; each of Newton's steps doubles them.
   const auto refined = [v](Vector<A> y) { return y + A(0.5) * y * (A(1) - v * y * y); };
@@ -338,27 +338,27 @@ OVERTONE_INLINE Vector<A> reciprocal_root(Vector<A> v) {
     return refined(_mm512_maskz_rsqrt14_ps(0xffff, v));
   }
 #else
-  return A(1) / square_root(v);
+  return A(1) / sqrt(v);
 #endif
 }
 
 // On bits, because comparisons would lose the sign of zero and the NaN.
 template <class A>
-OVERTONE_INLINE Vector<A> with_sign_of(Vector<A> magnitude, std::type_identity_t<Vector<A>> sign) {
+OVERTONE_INLINE Vector<A> copysign(Vector<A> magnitude, std::type_identity_t<Vector<A>> sign) {
   typedef typename VectorOf<Bits<A>>::type IntegerVector;
   const IntegerVector sign_bit = IntegerVector{} + std::numeric_limits<Bits<A>>::min();
   return (Vector<A>)(((IntegerVector)magnitude & ~sign_bit) | ((IntegerVector)sign & sign_bit));
 }
 
 template <class A>
-OVERTONE_INLINE Vector<A> absolute(Vector<A> v) {
-  return with_sign_of<A>(v, Vector<A>{});
+OVERTONE_INLINE Vector<A> abs(Vector<A> v) {
+  return copysign<A>(v, Vector<A>{});
 }
 
 // Of two lanes the larger (smaller); the second if one is NaN. Intrinsics, because GCC makes two instructions of the
 // comparison.
 template <class A>
-OVERTONE_INLINE Vector<A> larger(Vector<A> a, std::type_identity_t<Vector<A>> b) {
+OVERTONE_INLINE Vector<A> max(Vector<A> a, std::type_identity_t<Vector<A>> b) {
 #if OVERTONE_VECTOR_BYTES == 64
   if constexpr (sizeof(A) == 8) {
     return _mm512_maskz_max_pd(0xff, a, b);
@@ -376,7 +376,7 @@ OVERTONE_INLINE Vector<A> larger(Vector<A> a, std::type_identity_t<Vector<A>> b)
 #endif
 }
 template <class A>
-OVERTONE_INLINE Vector<A> smaller(Vector<A> a, std::type_identity_t<Vector<A>> b) {
+OVERTONE_INLINE Vector<A> min(Vector<A> a, std::type_identity_t<Vector<A>> b) {
   return a < b ? a : b;
 }
 

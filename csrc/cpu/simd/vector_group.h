@@ -6,18 +6,18 @@
 namespace overtone::OVERTONE_ISA {
 
 template <class A, int kParts>
-struct PackMask {
+struct VectorGroupMask {
   Mask<A> part[kParts];
 };
 
 template <class A, int kParts>
-struct Pack {
+struct VectorGroup {
   Vector<A> part[kParts];
 
-  static OVERTONE_INLINE Pack load(const A* p) {
+  static OVERTONE_INLINE VectorGroup load(const A* p) {
     return make([&](int k) { return load_full(p + k * kLanes<A>); });
   }
-  static OVERTONE_INLINE Pack all(A value) {
+  static OVERTONE_INLINE VectorGroup all(A value) {
     return make([&](int) { return broadcast(value); });
   }
   OVERTONE_INLINE void store(A* p) const {
@@ -28,8 +28,8 @@ struct Pack {
   }
 
   template <class F>
-  static OVERTONE_INLINE Pack make(const F& f) {
-    Pack result;
+  static OVERTONE_INLINE VectorGroup make(const F& f) {
+    VectorGroup result;
     OVERTONE_UNROLL
     for (int k = 0; k < kParts; ++k) {
       result.part[k] = f(k);
@@ -37,23 +37,23 @@ struct Pack {
     return result;
   }
 
-  friend OVERTONE_INLINE Pack operator+(const Pack& a, const Pack& b) {
+  friend OVERTONE_INLINE VectorGroup operator+(const VectorGroup& a, const VectorGroup& b) {
     return make([&](int k) { return a.part[k] + b.part[k]; });
   }
-  friend OVERTONE_INLINE Pack operator-(const Pack& a, const Pack& b) {
+  friend OVERTONE_INLINE VectorGroup operator-(const VectorGroup& a, const VectorGroup& b) {
     return make([&](int k) { return a.part[k] - b.part[k]; });
   }
-  friend OVERTONE_INLINE Pack operator*(const Pack& a, const Pack& b) {
+  friend OVERTONE_INLINE VectorGroup operator*(const VectorGroup& a, const VectorGroup& b) {
     return make([&](int k) { return a.part[k] * b.part[k]; });
   }
-  friend OVERTONE_INLINE Pack operator/(const Pack& a, const Pack& b) {
+  friend OVERTONE_INLINE VectorGroup operator/(const VectorGroup& a, const VectorGroup& b) {
     return make([&](int k) { return a.part[k] / b.part[k]; });
   }
 };
 
 template <class A, int kParts, class F>
-OVERTONE_INLINE PackMask<A, kParts> make_mask(const F& f) {
-  PackMask<A, kParts> result;
+OVERTONE_INLINE VectorGroupMask<A, kParts> make_mask(const F& f) {
+  VectorGroupMask<A, kParts> result;
   OVERTONE_UNROLL
   for (int k = 0; k < kParts; ++k) {
     result.part[k] = f(k);
@@ -62,19 +62,21 @@ OVERTONE_INLINE PackMask<A, kParts> make_mask(const F& f) {
 }
 
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> operator&(const PackMask<A, kParts>& a, const PackMask<A, kParts>& b) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> operator&(const VectorGroupMask<A, kParts>& a,
+                                                     const VectorGroupMask<A, kParts>& b) {
   return make_mask<A, kParts>([&](int k) { return a.part[k] & b.part[k]; });
 }
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> operator|(const PackMask<A, kParts>& a, const PackMask<A, kParts>& b) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> operator|(const VectorGroupMask<A, kParts>& a,
+                                                     const VectorGroupMask<A, kParts>& b) {
   return make_mask<A, kParts>([&](int k) { return a.part[k] | b.part[k]; });
 }
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> operator~(const PackMask<A, kParts>& a) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> operator~(const VectorGroupMask<A, kParts>& a) {
   return make_mask<A, kParts>([&](int k) { return ~a.part[k]; });
 }
 template <class A, int kParts>
-OVERTONE_INLINE bool any(const PackMask<A, kParts>& a) {
+OVERTONE_INLINE bool any(const VectorGroupMask<A, kParts>& a) {
   Mask<A> result = a.part[0];
   OVERTONE_UNROLL
   for (int k = 1; k < kParts; ++k) {
@@ -84,41 +86,42 @@ OVERTONE_INLINE bool any(const PackMask<A, kParts>& a) {
 }
 
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> less(const Pack<A, kParts>& a, const Pack<A, kParts>& b) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> less(const VectorGroup<A, kParts>& a, const VectorGroup<A, kParts>& b) {
   return make_mask<A, kParts>([&](int k) { return less(a.part[k], b.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> less_equal(const Pack<A, kParts>& a, const Pack<A, kParts>& b) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> less_equal(const VectorGroup<A, kParts>& a,
+                                                      const VectorGroup<A, kParts>& b) {
   return make_mask<A, kParts>([&](int k) { return less_equal(a.part[k], b.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE PackMask<A, kParts> equal(const Pack<A, kParts>& a, const Pack<A, kParts>& b) {
+OVERTONE_INLINE VectorGroupMask<A, kParts> equal(const VectorGroup<A, kParts>& a, const VectorGroup<A, kParts>& b) {
   return make_mask<A, kParts>([&](int k) { return equal(a.part[k], b.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> select(const PackMask<A, kParts>& mask, const Pack<A, kParts>& yes,
-                                       const Pack<A, kParts>& no) {
-  return Pack<A, kParts>::make([&](int k) { return select(mask.part[k], yes.part[k], no.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> select(const VectorGroupMask<A, kParts>& mask, const VectorGroup<A, kParts>& yes,
+                                              const VectorGroup<A, kParts>& no) {
+  return VectorGroup<A, kParts>::make([&](int k) { return select(mask.part[k], yes.part[k], no.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> absolute(const Pack<A, kParts>& a) {
-  return Pack<A, kParts>::make([&](int k) { return absolute<A>(a.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> abs(const VectorGroup<A, kParts>& a) {
+  return VectorGroup<A, kParts>::make([&](int k) { return abs<A>(a.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> larger(const Pack<A, kParts>& a, const Pack<A, kParts>& b) {
-  return Pack<A, kParts>::make([&](int k) { return larger<A>(a.part[k], b.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> max(const VectorGroup<A, kParts>& a, const VectorGroup<A, kParts>& b) {
+  return VectorGroup<A, kParts>::make([&](int k) { return max<A>(a.part[k], b.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> square_root(const Pack<A, kParts>& a) {
-  return Pack<A, kParts>::make([&](int k) { return square_root(a.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> sqrt(const VectorGroup<A, kParts>& a) {
+  return VectorGroup<A, kParts>::make([&](int k) { return sqrt(a.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> reciprocal_root(const Pack<A, kParts>& a) {
-  return Pack<A, kParts>::make([&](int k) { return reciprocal_root<A>(a.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> rsqrt(const VectorGroup<A, kParts>& a) {
+  return VectorGroup<A, kParts>::make([&](int k) { return rsqrt<A>(a.part[k]); });
 }
 template <class A, int kParts>
-OVERTONE_INLINE Pack<A, kParts> with_sign_of(const Pack<A, kParts>& a, const Pack<A, kParts>& sign) {
-  return Pack<A, kParts>::make([&](int k) { return with_sign_of<A>(a.part[k], sign.part[k]); });
+OVERTONE_INLINE VectorGroup<A, kParts> copysign(const VectorGroup<A, kParts>& a, const VectorGroup<A, kParts>& sign) {
+  return VectorGroup<A, kParts>::make([&](int k) { return copysign<A>(a.part[k], sign.part[k]); });
 }
 
 }  // namespace overtone::OVERTONE_ISA

@@ -15,7 +15,7 @@ class EighSolver {
   static constexpr int shared_size(int n) { return Team::kScratch + n * row_stride(n) + 9 * n + 1; }
 
   // `memory` is the team's own shared memory; a team has at least n threads.
-  OVERTONE_DEVICE EighSolver(const EighCall<T>& call, int64_t index, T* memory)
+  OVERTONE_DEVICE EighSolver(const EighParams<T>& call, int64_t index, T* memory)
       : call_(call), index_(index), n_(call.n), team_(memory), a_(memory + Team::kScratch) {
     T* vectors = a_ + n_ * row_stride(n_);
     for (int half = 0; half < 2; ++half) {
@@ -56,11 +56,11 @@ class EighSolver {
       const int i = k / n_, j = k % n_;
       const bool mirrored = (i < j) != call_.upper && i != j;
       const T x = mirrored ? call_.a.at(index_, j, i) : call_.a.at(index_, i, j);
-      largest = larger(largest, size_or_infinity(x));
+      largest = max(largest, size_or_infinity(x));
       a(i, j) = x;
     }
     largest = team_.largest(largest);
-    if (!(largest <= kMost<T>)) {
+    if (!(largest <= kMax<T>)) {
       return false;
     }
     scale_ = Scale<T>::to_one(largest);
@@ -127,7 +127,7 @@ class EighSolver {
   // At their own size eigenvalues may be beyond the largest number.
   OVERTONE_DEVICE bool are_representable() {
     const int own = team_.rank();
-    return team_.largest(own < n_ ? size_or_infinity(scale_.undo(d_[0][own])) : T(0)) <= kMost<T>;
+    return team_.largest(own < n_ ? size_or_infinity(scale_.undo(d_[0][own])) : T(0)) <= kMax<T>;
   }
 
   OVERTONE_DEVICE void finish_corner(T x, T old_v, T old_w) {
@@ -148,7 +148,7 @@ class EighSolver {
     const T rest = team_.sum(own < i - 1 ? x * x : T(0));
     const T first = *pivot_;
     const bool is_reduced = rest <= kNegligible;
-    const T image = -with_sign_of(root(first * first + rest), first);
+    const T image = -copysign(sqrt(first * first + rest), first);
     const T scale = is_reduced ? T(0) : 1 / (first - image);
     const T tau = is_reduced ? T(0) : (image - first) / image;
     if (own < i) {
@@ -203,8 +203,7 @@ class EighSolver {
     for (int sweep = 0;; ++sweep) {
       const T *d = d_[0], *e = e_[0];
       const bool is_small =
-          own + 1 >= n_ ||
-          magnitude(e[own]) <= kRounding<T> * (magnitude(d[own]) + magnitude(d[own + 1])) + kNegligible;
+          own + 1 >= n_ || abs(e[own]) <= kRounding<T> * (abs(d[own]) + abs(d[own + 1])) + kNegligible;
       // The window: from the first row that has not fallen apart to the first after it that has.
       const int low = static_cast<int>(team_.smallest(is_small ? T(n_) : T(own)));
       if (low == n_) {
@@ -245,7 +244,7 @@ class EighSolver {
       const T f = s * e_i, b = c * e_i, square = f * f + g * g;
       // Both vanish: any rotation will do, and the entries are far below rounding.
       const bool vanishes = square < kNegligible * kNegligible;
-      const T inverse = 1 / root(larger(square, kNegligible * kNegligible));
+      const T inverse = 1 / sqrt(max(square, kNegligible * kNegligible));
       s = vanishes ? T(0) : f * inverse;
       c = vanishes ? T(1) : g * inverse;
       const T moved = next - p;
@@ -277,7 +276,7 @@ class EighSolver {
   // Wilkinson's: the eigenvalue of the window's first 2 × 2 block that is nearer to its first entry.
   OVERTONE_DEVICE static T shift(T d, T d_next, T e) {
     const T half = T(0.5) * (d_next - d);
-    return d - e * e / (half + with_sign_of(root(half * half + e * e), half));
+    return d - e * e / (half + copysign(sqrt(half * half + e * e), half));
   }
 
   // Ascending: an eigenvalue's place is the number of those that go before it.
@@ -316,7 +315,7 @@ class EighSolver {
   // Matrices are at most about 1 in size. Entries below this would lose digits when they are squared.
   static constexpr T kNegligible = sizeof(T) == 8 ? T(1e-150) : T(1e-17);
 
-  const EighCall<T>& call_;
+  const EighParams<T>& call_;
   int64_t index_;
   int n_;
   Team team_;
@@ -329,7 +328,7 @@ class EighSolver {
 
 // n ≤ 32, kWarpsPerBlock matrices per block.
 template <class T>
-__global__ void eigh_warp(EighCall<T> call) {
+__global__ void eigh_warp(EighParams<T> call) {
   using Solver = EighSolver<T, WarpTeam<T>>;
   const int warp = threadIdx.x / kWarp;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp;
@@ -340,7 +339,7 @@ __global__ void eigh_warp(EighCall<T> call) {
 
 // threads_for(n) threads per block.
 template <class T>
-__global__ void eigh_block(EighCall<T> call) {
+__global__ void eigh_block(EighParams<T> call) {
   EighSolver<T, BlockTeam<T>>(call, blockIdx.x, shared_memory<T>()).run();
 }
 

@@ -64,16 +64,16 @@ int cuda_limit(const std::string& op, const std::string& dtype, int device) {
 int64_t eig_workspace(int n, bool is_float64) {
   const size_t limit = shared_limit();
   const Path path = is_float64 ? eig_path<double>(n, limit) : eig_path<float>(n, limit);
-  return path == Path::packed ? static_cast<int64_t>(n) * n : 0;
+  return path == Path::block_global ? static_cast<int64_t>(n) * n : 0;
 }
 
 template <class T>
-void solve(const EighCall<T>& call, void* stream) {
+void solve(const EighParams<T>& call, void* stream) {
   launch_eigh(call, eigh_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
 }
 
 template <class T>
-void solve(const EigCall<T>& call, void* stream) {
+void solve(const EigParams<T>& call, void* stream) {
   launch_eig(call, eig_path<T>(call.n, shared_limit()), Launcher{static_cast<cudaStream_t>(stream)});
 }
 
@@ -82,10 +82,10 @@ void solve(const QrCall<T>& call, void* stream) {
   launch_qr(call, Launcher{static_cast<cudaStream_t>(stream)});
 }
 
-template void solve(const EighCall<float>&, void*);
-template void solve(const EighCall<double>&, void*);
-template void solve(const EigCall<float>&, void*);
-template void solve(const EigCall<double>&, void*);
+template void solve(const EighParams<float>&, void*);
+template void solve(const EighParams<double>&, void*);
+template void solve(const EigParams<float>&, void*);
+template void solve(const EigParams<double>&, void*);
 template void solve(const QrCall<float>&, void*);
 template void solve(const QrCall<double>&, void*);
 

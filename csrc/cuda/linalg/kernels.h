@@ -16,9 +16,9 @@ int64_t eig_workspace(int n, bool is_float64);
 
 // Launch on `stream`, a cudaStream_t. They throw std::runtime_error if the launch fails.
 template <class T>
-void solve(const EighCall<T>& call, void* stream);
+void solve(const EighParams<T>& call, void* stream);
 template <class T>
-void solve(const EigCall<T>& call, void* stream);
+void solve(const EigParams<T>& call, void* stream);
 template <class T>
 void solve(const QrCall<T>& call, void* stream);
 

@@ -17,13 +17,13 @@ struct Grid {
 };
 
 // A warp per matrix; a block per matrix; a block per matrix of which only the Hessenberg form is in shared memory.
-enum class Path { warp, block, packed, none };
+enum class Path { warp, block, block_global, none };
 
 // Every architecture from sm_80 on gives a block that many bytes of shared memory; some more.
 constexpr size_t kSharedEverywhere = 99 * 1024;
 constexpr int kLargestEig = 240;
 constexpr int kLargestQr = kWarp;
-constexpr int kMostThreads = BlockTeam<float>::kMostWarps * kWarp;
+constexpr int kMaxThreads = BlockTeam<float>::kMaxWarps * kWarp;
 
 template <class T>
 constexpr Grid warp_grid(int64_t count, int numbers) {
@@ -52,24 +52,24 @@ constexpr Grid eig_grid(int64_t count, int n, Path path) {
 // `shared_limit`: bytes of shared memory that the device gives a block.
 template <class T>
 constexpr Path eigh_path(int n, size_t shared_limit) {
-  return n <= kWarp                                                                          ? Path::warp
-         : n <= kMostThreads && eigh_grid<T>(1, n, Path::block).shared_bytes <= shared_limit ? Path::block
-                                                                                             : Path::none;
+  return n <= kWarp                                                                         ? Path::warp
+         : n <= kMaxThreads && eigh_grid<T>(1, n, Path::block).shared_bytes <= shared_limit ? Path::block
+                                                                                            : Path::none;
 }
 
 template <class T>
 constexpr Path eig_path(int n, size_t shared_limit) {
-  return n <= kWarp                                                     ? Path::warp
-         : n > kLargestEig                                              ? Path::none
-         : eig_grid<T>(1, n, Path::block).shared_bytes <= shared_limit  ? Path::block
-         : eig_grid<T>(1, n, Path::packed).shared_bytes <= shared_limit ? Path::packed
-                                                                        : Path::none;
+  return n <= kWarp                                                           ? Path::warp
+         : n > kLargestEig                                                    ? Path::none
+         : eig_grid<T>(1, n, Path::block).shared_bytes <= shared_limit        ? Path::block
+         : eig_grid<T>(1, n, Path::block_global).shared_bytes <= shared_limit ? Path::block_global
+                                                                              : Path::none;
 }
 
 // The most rows or columns of matrices that the kernels of `op`, one of eigh, eig and qr, take.
 template <class T>
 int largest(const std::string& op, size_t shared_limit) {
-  int n = op == "qr" ? kLargestQr : kMostThreads;
+  int n = op == "qr" ? kLargestQr : kMaxThreads;
   while (op == "eigh" ? eigh_path<T>(n, shared_limit) == Path::none
                       : op == "eig" && eig_path<T>(n, shared_limit) == Path::none) {
     --n;
@@ -78,19 +78,19 @@ int largest(const std::string& op, size_t shared_limit) {
 }
 
 // What is promised for every architecture.
-static_assert(eig_path<float>(197, kSharedEverywhere) == Path::packed);
+static_assert(eig_path<float>(197, kSharedEverywhere) == Path::block_global);
 static_assert(eigh_path<float>(150, kSharedEverywhere) == Path::block);
 static_assert(eigh_path<double>(104, kSharedEverywhere) == Path::block);
 
 // launch(kernel, grid, call)
 template <class T, class Launch>
-void launch_eigh(const EighCall<T>& call, Path path, Launch launch) {
+void launch_eigh(const EighParams<T>& call, Path path, Launch launch) {
   const Grid grid = eigh_grid<T>(call.a.count, call.n, path);
   path == Path::warp ? launch(&eigh_warp<T>, grid, call) : launch(&eigh_block<T>, grid, call);
 }
 
 template <class T, class Launch>
-void launch_eig(const EigCall<T>& call, Path path, Launch launch) {
+void launch_eig(const EigParams<T>& call, Path path, Launch launch) {
   const Grid grid = eig_grid<T>(call.a.count, call.n, path);
   path == Path::warp    ? launch(&eig_warp<T>, grid, call)
   : path == Path::block ? launch(&eig_block<T, true>, grid, call)

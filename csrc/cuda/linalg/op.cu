@@ -79,8 +79,8 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   if (a.numel() > 0) {
     const Tensor batch = as_batch(a);
     const auto run = [&]<class T>(T) {
-      solve(EighCall<T>{matrices<T>(batch), static_cast<int>(n), upper, pointer<T>(values),
-                        vectors ? pointer<T>(rows) : nullptr, pointer<int32_t>(info)},
+      solve(EighParams<T>{matrices<T>(batch), static_cast<int>(n), upper, pointer<T>(values),
+                          vectors ? pointer<T>(rows) : nullptr, pointer<int32_t>(info)},
             current_stream(a));
     };
     is_float64 ? run(double{}) : run(float{});
@@ -103,8 +103,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
     const Tensor batch = as_batch(a);
     const Tensor workspace = torch::stable::new_empty(a, {batch.size(0) * eig_workspace(n, is_float64)});
     const auto run = [&]<class T>(T) {
-      solve(EigCall<T>{matrices<T>(batch), static_cast<int>(n), row_stochastic, pointer<T>(values),
-                       pointer<T>(workspace), pointer<int32_t>(info)},
+      solve(EigParams<T>{matrices<T>(batch), static_cast<int>(n), row_stochastic, pointer<T>(values),
+                         pointer<T>(workspace), pointer<int32_t>(info)},
             current_stream(a));
     };
     is_float64 ? run(double{}) : run(float{});

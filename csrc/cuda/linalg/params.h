@@ -23,7 +23,7 @@ struct Matrices {
 
 // As Eigh in cpu/linalg/eigh/params.h.
 template <class T>
-struct EighCall {
+struct EighParams {
   Matrices<T> a;
   int n;
   bool upper;
@@ -34,7 +34,7 @@ struct EighCall {
 
 // As Eig in cpu/linalg/eig/params.h, without eigenvectors.
 template <class T>
-struct EigCall {
+struct EigParams {
   Matrices<T> a;
   int n;
   bool row_stochastic;

@@ -52,10 +52,10 @@ class QrSolver {
     for (int k = team_.rank(); k < rows_ * columns_; k += team_.size()) {
       const int i = k / columns_, j = k % columns_;
       const T x = call_.a.at(index_, i, j);
-      largest = larger(largest, size_or_infinity(x));
+      largest = max(largest, size_or_infinity(x));
       a_.at(i, j) = x;
     }
-    if (!(team_.largest(largest) <= kMost<T>)) {
+    if (!(team_.largest(largest) <= kMax<T>)) {
       return false;
     }
     scale_column();
@@ -67,7 +67,7 @@ class QrSolver {
     const int j = team_.rank();
     T largest = 0;
     for (int i = 0; i < rows_ && j < columns_; ++i) {
-      largest = larger(largest, magnitude(a_.at(i, j)));
+      largest = max(largest, abs(a_.at(i, j)));
     }
     scale_ = Scale<T>::to_one(largest);
     for (int i = 0; i < rows_ && j < columns_; ++i) {
@@ -83,9 +83,9 @@ class QrSolver {
     for (int i = 0; i < rank_ && i <= j && j < columns_; ++i) {
       T& x = a_.at(i, j);
       x = scale_.undo(x) * signs_[i];
-      largest = larger(largest, size_or_infinity(x));
+      largest = max(largest, size_or_infinity(x));
     }
-    return team_.largest(largest) <= kMost<T>;
+    return team_.largest(largest) <= kMax<T>;
   }
 
   // I − τ v vᵀ that clears column k below the diagonal; a lane per row. The column is scaled to size one first: squares
@@ -93,16 +93,16 @@ class QrSolver {
   OVERTONE_DEVICE void make_reflector(int k) {
     const int i = team_.rank();
     T x = i >= k && i < rows_ ? a_.at(i, k) : T(0);
-    const Scale<T> scale = Scale<T>::to_one(team_.largest(magnitude(x)));
+    const Scale<T> scale = Scale<T>::to_one(team_.largest(abs(x)));
     x = scale.apply(x);
     const T below = team_.sum(i > k ? x * x : T(0));
     const T head = team_.sum(i == k ? x : T(0));
     const bool is_clear = below == 0;
-    const T diagonal = is_clear ? head : -with_sign_of(root(head * head + below), head);
+    const T diagonal = is_clear ? head : -copysign(sqrt(head * head + below), head);
     if (i == k) {
       a_.at(k, k) = scale.undo(diagonal);
       taus_[k] = is_clear ? T(0) : (diagonal - head) / diagonal;
-      signs_[k] = with_sign_of(T(1), diagonal);
+      signs_[k] = copysign(T(1), diagonal);
     } else if (i > k && i < rows_) {
       a_.at(i, k) = is_clear ? T(0) : x / (head - diagonal);
     }

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
-SOURCE = CSRC / "cuda" / "solvers.cu"
+SOURCE = CSRC / "cuda" / "linalg" / "kernels.cu"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 DTYPES = (torch.float32, torch.float64)
 WARPS_PER_BLOCK = 4  # that have a matrix each
-FAR_WORK = {torch.float32: 50, torch.float64: 47}  # numbers of the leader's message to the block
+TRAILING_UPDATE = {torch.float32: 50, torch.float64: 47}  # numbers of the leader's message to the block
 # As setup.py and torch compile them.
 FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{CSRC}"]
 
 
 class Launch(NamedTuple):
-    """A kernel at a size, as csrc/cuda/linalg/launch.h launches it; `path` is "warp", "block" or "packed"."""
+    """A kernel at a size, as csrc/cuda/linalg/launch.h launches it; `path` is "warp", "block" or "block_global"."""
 
     op: str
     path: str
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
         """The beginning of the compiled kernel's mangled name."""
         letter = "f" if self.dtype == torch.float32 else "d"
         function = self.op + ("_warp" if self.path == "warp" else "_block")
-        flag = {"block": "Lb1E", "packed": "Lb0E"}.get(self.path, "") if self.op == "eig" else ""
+        flag = {"block": "Lb1E", "block_global": "Lb0E"}.get(self.path, "") if self.op == "eig" else ""
         return f"_ZN8overtone4cuda{len(function)}{function}I{letter}{flag}E"
 
     @property
@@ -60,7 +60,9 @@ class Launch(NamedTuple):
         dense, packed = n * (n | 1), n * (n + 7) // 2
         numbers = {
             "eigh": scratch + dense + 9 * n + 1,
-            "eig": scratch + FAR_WORK[self.dtype] + (2 * n + packed if self.path == "packed" else 4 * n + dense),
+            "eig": scratch
+            + TRAILING_UPDATE[self.dtype]
+            + (2 * n + packed if self.path == "block_global" else 4 * n + dense),
             "qr": 2 * dense + 64,
         }[self.op]
         return numbers * self.dtype.itemsize * self.matrices_per_block
@@ -76,7 +78,7 @@ def shipped(dtype: torch.dtype) -> list[Launch]:
         Launch("eigh", "block", 104 if is_double else 150, dtype),
         Launch("eig", "warp", 32, dtype),
         Launch("eig", "block", 65, dtype),
-        Launch("eig", "packed", 150 if is_double else 197, dtype),
+        Launch("eig", "block_global", 150 if is_double else 197, dtype),
         Launch("qr", "warp", 32, dtype),
     ]
 

@@ -70,14 +70,14 @@ bool run_eigh(int n, Path path, Order order) {
   const std::vector<T> a = matrices(n);
   std::vector<T> values(kCount * n), vectors(kCount * n * n);
   std::vector<int32_t> info(kCount, -1);
-  launch_eigh(EighCall<T>{batch(a, n), n, false, values.data(), vectors.data(), info.data()}, path, runner(order));
+  launch_eigh(EighParams<T>{batch(a, n), n, false, values.data(), vectors.data(), info.data()}, path, runner(order));
   return check("eigh", n, a, values, 1, info);
 }
 
 bool run_eig(const std::vector<T>& a, int n, Path path, Order order) {
   std::vector<T> values(kCount * n * 2), workspace(kCount * n * n);
   std::vector<int32_t> info(kCount, -1);
-  launch_eig(EigCall<T>{batch(a, n), n, false, values.data(), workspace.data(), info.data()}, path, runner(order));
+  launch_eig(EigParams<T>{batch(a, n), n, false, values.data(), workspace.data(), info.data()}, path, runner(order));
   return check("eig", n, a, values, 2, info);
 }
 
@@ -105,8 +105,8 @@ bool run_kernels() {
       good = run_eigh(n, Path::warp, order) && run_eig(n, Path::warp, order) && run_qr(n, order) && good;
     }
     for (const int n : {2, 36}) {
-      good =
-          run_eigh(n, Path::block, order) && run_eig(n, Path::block, order) && run_eig(n, Path::packed, order) && good;
+      good = run_eigh(n, Path::block, order) && run_eig(n, Path::block, order) &&
+             run_eig(n, Path::block_global, order) && good;
     }
   }
   return good;

@@ -36,7 +36,7 @@ Matrices<T> matrices(uintptr_t data, const py::tuple& sizes, const py::tuple& st
 template <class T>
 void eigh(uintptr_t a, py::tuple sizes, py::tuple strides, bool upper, uintptr_t values, uintptr_t vectors,
           uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
-  const EighCall<T> call{
+  const EighParams<T> call{
       matrices<T>(a, sizes, strides), sizes[1].cast<int>(), upper, pointer<T>(values), pointer<T>(vectors),
       pointer<int32_t>(info)};
   Runner runner{order, seed};
@@ -46,8 +46,8 @@ void eigh(uintptr_t a, py::tuple sizes, py::tuple strides, bool upper, uintptr_t
 template <class T>
 void eig(uintptr_t a, py::tuple sizes, py::tuple strides, bool row_stochastic, uintptr_t values, uintptr_t workspace,
          uintptr_t info, Path path, host_cuda::Order order, uint64_t seed) {
-  const EigCall<T> call{matrices<T>(a, sizes, strides), sizes[1].cast<int>(),  row_stochastic, pointer<T>(values),
-                        pointer<T>(workspace),          pointer<int32_t>(info)};
+  const EigParams<T> call{matrices<T>(a, sizes, strides), sizes[1].cast<int>(),  row_stochastic, pointer<T>(values),
+                          pointer<T>(workspace),          pointer<int32_t>(info)};
   Runner runner{order, seed};
   launch_eig(call, path, [&](auto... arguments) { runner(arguments...); });
 }
@@ -94,7 +94,7 @@ PYBIND11_MODULE(host_cuda_kernels, m) {
   py::enum_<Path>(m, "Path")
       .value("warp", Path::warp)
       .value("block", Path::block)
-      .value("packed", Path::packed)
+      .value("block_global", Path::block_global)
       .value("none", Path::none);
   m.attr("SHARED_EVERYWHERE") = kSharedEverywhere;
   py::module_ float32 = m.def_submodule("float32"), float64 = m.def_submodule("float64");

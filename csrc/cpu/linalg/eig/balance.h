@@ -35,15 +35,15 @@ class Balance {
         order_[i * kLanes<A> + lane] = static_cast<Bits<A>>(i);
       }
     }
-    survey();
+    row_column_norms();
     const Mask<A> safe =
         less(zero + kSafe, largest_) & less(largest_, zero + 1 / kSafe) & less(sum_, zero + 1 / kSafe / kSafe);
     if (!all(safe | equal(sum_, zero))) {
       clear_unless_finite();
       resize(finite_ & ~safe);
-      survey();
+      row_column_norms();
     }
-    isolate();
+    permute();
     if (!keep_norms) {
       balance();
     }
@@ -58,10 +58,10 @@ class Balance {
   V undo_size(V x) const { return x * undo_[0] * undo_[1]; }
 
  private:
-  static constexpr A kSafe = static_cast<A>(1e-6);  // far above kNothing, which is absolute
+  static constexpr A kSafe = static_cast<A>(1e-6);  // far above kTiny, which is absolute
 
   // Sums of moduli by rows and by columns, without the diagonal; the largest modulus and the sum of all.
-  void survey() {
+  void row_column_norms() {
     const V zero{};
     largest_ = sum_ = zero;
     for (int64_t j = 0; j < n_; ++j) {
@@ -72,17 +72,17 @@ class Balance {
       V sum = zero;
       const auto add = [&](int64_t begin, int64_t end) {
         for (int64_t j = begin; j < end; ++j) {
-          const V size = absolute<A>(row[j]);
+          const V size = abs<A>(row[j]);
           sum += size;
           columns_[j] += size;
-          largest_ = larger<A>(largest_, size);
+          largest_ = max<A>(largest_, size);
         }
       };
       add(0, i);
       add(i + 1, n_);
       rows_[i] = sum;
-      const V diagonal = absolute<A>(row[i]);
-      largest_ = larger<A>(largest_, diagonal);
+      const V diagonal = abs<A>(row[i]);
+      largest_ = max<A>(largest_, diagonal);
       sum_ += sum + diagonal;
     }
   }
@@ -92,7 +92,7 @@ class Balance {
     const V zero{}, most = zero + std::numeric_limits<A>::max();
     for (int64_t i = 0; i < n_; ++i) {
       for (int64_t j = 0; j < n_; ++j) {
-        finite_ = finite_ & less_equal(absolute<A>(a_.row(i)[j]), most);
+        finite_ = finite_ & less_equal(abs<A>(a_.row(i)[j]), most);
       }
     }
     for_each([&](V x) { return select(finite_, x, V{}); });
@@ -132,7 +132,7 @@ class Balance {
 
   // Where a row or column has nothing off the diagonal, the diagonal is an eigenvalue: permuted to the end or the
   // beginning it splits off exactly. A triangular matrix, causal attention, is solved by this alone.
-  void isolate() {
+  void permute() {
     const V zero{};
     Mask<A> lanes = no_lane<A>();
     for (int64_t i = 0; i < n_; ++i) {
@@ -144,16 +144,16 @@ class Balance {
     isolated_ = lanes;
     for (int lane = 0; lane < kLanes<A>; ++lane) {
       if (lane_of(lanes, lane)) {
-        isolate(lane);
+        permute(lane);
       }
     }
-    survey();
+    row_column_norms();
   }
 
   A& element(int64_t i, int64_t j, int lane) { return reinterpret_cast<A*>(a_.row(i) + j)[lane]; }
   Bits<A>& count(int64_t i, int lane) { return counts_[i * kLanes<A> + lane]; }
 
-  void isolate(int lane) {
+  void permute(int lane) {
     int64_t begin = 0, end = n_;  // what is not isolated yet
     count_nonzeros(begin, end, lane, [&](int64_t i, int64_t j) { return element(i, j, lane) != 0; });
     for (int64_t i = find_zero(begin, end, lane); i >= 0; i = find_zero(begin, end, lane)) {
@@ -221,7 +221,7 @@ class Balance {
     const V zero{};
     Mask<A> lanes = no_lane<A>();
     for (int64_t i = 0; i < n_; ++i) {
-      const V diagonal = absolute<A>(a_.row(i)[i]);
+      const V diagonal = abs<A>(a_.row(i)[i]);
       const V row = rows_[i] + diagonal, column = columns_[i] + diagonal;
       const Mask<A> connected = less(zero, rows_[i]) & less(zero, columns_[i]);
       lanes = lanes | (connected & (less(row * kUnlike, column) | less(column * kUnlike, row)));
@@ -233,17 +233,17 @@ class Balance {
     for (int round = 0; round < kRounds && any(lanes); ++round) {
       lanes = balance_once(lanes);
     }
-    take_back_unless_smaller(before);
+    undo_if_harmful(before);
   }
 
   // Errors of the balanced matrix come back multiplied by up to max D / min D. Where the balanced matrix is not smaller
   // by as much, nearly reducible attention for instance, balancing would do harm.
-  void take_back_unless_smaller(V before) {
-    survey();
+  void undo_if_harmful(V before) {
+    row_column_norms();
     V most = scale_[0], least = scale_[0];
     for (int64_t i = 1; i < n_; ++i) {
-      most = larger<A>(most, scale_[i]);
-      least = smaller<A>(least, scale_[i]);
+      most = max<A>(most, scale_[i]);
+      least = min<A>(least, scale_[i]);
     }
     const Mask<A> harmful = less(before * kHarm, most / least * largest_);
     if (any(harmful)) {
@@ -277,15 +277,15 @@ class Balance {
     for (int64_t i = 0; i < n_; ++i) {
       V row = zero, column = zero;
       for (int64_t k = 0; k < n_; ++k) {
-        row += absolute<A>(a_.row(i)[k]);
-        column += absolute<A>(a_.row(k)[i]);
+        row += abs<A>(a_.row(i)[k]);
+        column += abs<A>(a_.row(k)[i]);
       }
-      const V diagonal = absolute<A>(a_.row(i)[i]);
+      const V diagonal = abs<A>(a_.row(i)[i]);
       const Mask<A> connected = lanes & less(diagonal, row) & less(diagonal, column);
-      const V factor = power_of_two(square_root(select(connected, row, one) / select(connected, column, one)));
+      const V factor = power_of_two(sqrt(select(connected, row, one) / select(connected, column, one)));
       const V per_factor = one / factor, scale = scale_[i] * factor;
       const Mask<A> better = connected & less(column * factor + row * per_factor, kGain * (column + row)) &
-                             less(zero + 1 / kMostScale, scale) & less(scale, zero + kMostScale);
+                             less(zero + 1 / kMaxScale, scale) & less(scale, zero + kMaxScale);
       if (!any(better)) {
         continue;
       }
@@ -313,8 +313,7 @@ class Balance {
   static constexpr A kGain = static_cast<A>(0.95);
   static constexpr A kHarm = 4;
   static constexpr int kRounds = 20;
-  static constexpr A kMostScale =
-      sizeof(A) == 8 ? static_cast<A>(0x1p500) : static_cast<A>(0x1p60);  // two have a ratio
+  static constexpr A kMaxScale = sizeof(A) == 8 ? static_cast<A>(0x1p500) : static_cast<A>(0x1p60);  // two have a ratio
 
   DenseLanes<A> a_;
   int64_t n_;

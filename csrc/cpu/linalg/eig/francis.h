@@ -70,9 +70,9 @@ class Francis {
   using V = Vector<A>;
 
   // `schur.data`: null for eigenvalues only; otherwise the transformations are applied to it from the right, and H
-  // becomes the whole Schur form. `coming`: memory to ask for, a bit at every sweep.
-  Francis(HessenbergLanes<A> h, DenseLanes<A> schur, V* real, V* imag, ComingRows& coming)
-      : h_(h), n_(h.n), schur_(schur), real_(real), imag_(imag), coming_(coming) {}
+  // becomes the whole Schur form. `prefetcher`: memory to ask for, a bit at every sweep.
+  Francis(HessenbergLanes<A> h, DenseLanes<A> schur, V* real, V* imag, Prefetcher& prefetcher)
+      : h_(h), n_(h.n), schur_(schur), real_(real), imag_(imag), prefetcher_(prefetcher) {}
 
   // Lanes that did not converge.
   Mask<A> run() {
@@ -89,7 +89,7 @@ class Francis {
       if (end_ < 0) {
         break;
       }
-      coming_.fetch();
+      prefetcher_.prefetch_row();
       chase();
     }
     read_eigenvalues();
@@ -101,7 +101,7 @@ class Francis {
   // What the shifts need is picked up on the way.
   void deflate() {
     const V zero{}, eps = zero + kRounding<A>;
-    const V negligible = norm_ * select(less(sweeps_, zero + kPatience), zero + kNothing<A>, eps);
+    const V negligible = norm_ * select(less(sweeps_, zero + kPatience), zero + kTiny<A>, eps);
     // Local copies: the compiler must take every store of a vector for a change of any member.
     V last = last_, a = corner_.a, b = corner_.b, c = corner_.c, d = corner_.d;
     Mask<A> searching = less_equal(zero, last);
@@ -116,8 +116,8 @@ class Francis {
         const Mask<A> at_last = equal(last, index);
         a = select(at_last, before, a), b = select(at_last, above[i], b);
         c = select(at_last, left, c), d = select(at_last, here, d);
-        const V around = absolute<A>(here) + absolute<A>(before);
-        cut = cut & less_equal(absolute<A>(left), larger<A>(eps * around, negligible));
+        const V around = abs<A>(here) + abs<A>(before);
+        cut = cut & less_equal(abs<A>(left), max<A>(eps * around, negligible));
         if (!any(cut)) {
           continue;
         }
@@ -140,7 +140,7 @@ class Francis {
     }
     last_ = last;
     corner_ = {a, b, c, d};
-    end_ = static_cast<int64_t>(largest_lane<A>(last));
+    end_ = static_cast<int64_t>(reduce_max<A>(last));
   }
 
   // From the blocks of one or two rows on the diagonal.
@@ -163,16 +163,15 @@ class Francis {
     const V zero{}, one = zero + 1;
     const V a = h_.row(i)[i], b = h_.row(i)[i + 1], c = h_.row(i + 1)[i], d = h_.row(i + 1)[i + 1];
     const V p = (a - d) * static_cast<A>(0.5);
-    const V b_size = absolute<A>(b), c_size = absolute<A>(c);
-    const V more = larger<A>(b_size, c_size);
-    const V less_or_equal = smaller<A>(b_size, c_size);
-    const V less_signed =
-        select(less(with_sign_of<A>(one, b) * with_sign_of<A>(one, c), zero), -less_or_equal, less_or_equal);
-    const V size = larger<A>(absolute<A>(p), more);
+    const V b_size = abs<A>(b), c_size = abs<A>(c);
+    const V more = max<A>(b_size, c_size);
+    const V less_or_equal = min<A>(b_size, c_size);
+    const V less_signed = select(less(copysign<A>(one, b) * copysign<A>(one, c), zero), -less_or_equal, less_or_equal);
+    const V size = max<A>(abs<A>(p), more);
     const V scale = select(less(zero, size), size, one);
     const V discriminant = p / scale * p + more / scale * less_signed;
     const Mask<A> is_real = less_equal(zero, discriminant);
-    const V root = square_root(scale) * square_root(absolute<A>(discriminant));
+    const V root = sqrt(scale) * sqrt(abs<A>(discriminant));
     const V z = select(less(p, zero), p - root, p + root);
     const Mask<A> nothing = equal(z, zero) | equal(less_or_equal, zero);  // more / z may overflow, and ∞ · 0 is NaN
     const V other = d - select(nothing, zero, more / select(nothing, one, z) * less_signed);
@@ -190,11 +189,11 @@ class Francis {
   void triangularize(int64_t i, Mask<A> lanes, V z) {
     const V zero{}, one = zero + 1;
     const V c = h_.row(i + 1)[i];
-    const V size = larger<A>(absolute<A>(c), absolute<A>(z));
+    const V size = max<A>(abs<A>(c), abs<A>(z));
     lanes = lanes & less(zero, size);
     const V inverse = one / select(lanes, size, one);
     const V z_scaled = z * inverse, c_scaled = c * inverse;
-    const V length = square_root(select(lanes, z_scaled * z_scaled + c_scaled * c_scaled, one));
+    const V length = sqrt(select(lanes, z_scaled * z_scaled + c_scaled * c_scaled, one));
     const V cosine = select(lanes, z_scaled / length, one), sine = select(lanes, c_scaled / length, zero);
     V *upper = h_.row(i), *lower = h_.row(i + 1);
     for (int64_t j = i; j < n_; ++j) {
@@ -304,7 +303,7 @@ class Francis {
     const Mask<A> at_top = active & equal(phase_, zero + kExceptional);
     const Mask<A> at_bottom = active & equal(phase_, zero + 2 * kExceptional);
     if (any(at_top | at_bottom)) {  // a stalled lane: shifts that have nothing to do with its eigenvalues
-      const V s = select(at_top, absolute<A>(h10) + absolute<A>(h21), absolute<A>(c) + absolute<A>(above_corner()));
+      const V s = select(at_top, abs<A>(h10) + abs<A>(h21), abs<A>(c) + abs<A>(above_corner()));
       const Mask<A> exceptional = at_top | at_bottom;
       a = select(exceptional, static_cast<A>(0.75) * s + select(at_top, h00, d), a);
       b = select(exceptional, static_cast<A>(-0.4375) * s, b);
@@ -312,22 +311,22 @@ class Francis {
       d = select(exceptional, a, d);
       phase_ = select(at_bottom, zero, phase_);
     }
-    const V size = absolute<A>(a) + absolute<A>(b) + absolute<A>(c) + absolute<A>(d);
-    const V scale = select(less(zero + kNothing<A>, size), size, one);
+    const V size = abs<A>(a) + abs<A>(b) + abs<A>(c) + abs<A>(d);
+    const V scale = select(less(zero + kTiny<A>, size), size, one);
     const V inverse = one / scale;
     a *= inverse, b *= inverse, c *= inverse, d *= inverse;
     const V middle = (a + d) * static_cast<A>(0.5);
     const V determinant = (a - middle) * (d - middle) - b * c;
-    const V root = square_root(absolute<A>(determinant));
+    const V root = sqrt(abs<A>(determinant));
     const Mask<A> is_complex = less(zero, determinant);
     const V plus = middle + root, minus = middle - root;
-    const V closer = select(less_equal(absolute<A>(plus - d), absolute<A>(minus - d)), plus, minus);
+    const V closer = select(less_equal(abs<A>(plus - d), abs<A>(minus - d)), plus, minus);
     const V shift = select(is_complex, middle, closer) * scale;
     const V shift_imag = select(is_complex, root * scale, zero);
 
     const V difference = h00 - shift;
-    const V length = absolute<A>(difference) + absolute<A>(shift_imag) + absolute<A>(h10);
-    const V per_length = one / select(less(zero + kNothing<A>, length), length, one);
+    const V length = abs<A>(difference) + abs<A>(shift_imag) + abs<A>(h10);
+    const V per_length = one / select(less(zero + kTiny<A>, length), length, one);
     const V h10_scaled = h10 * per_length;
     first_column[0] =
         h10_scaled * h01 + difference * (difference * per_length) + shift_imag * (shift_imag * per_length);
@@ -347,7 +346,7 @@ class Francis {
   // The reflector of row k, which starts or moves the bulge, and the element left of it. Below that element memory
   // holds zeros, whatever the bulge does.
   OVERTONE_INLINE void find_next(int64_t k, const V (&first_column)[3], Bulge& bulge) {
-    const V zero{}, one = zero + 1, least = zero + kNothing<A> * kNothing<A>;
+    const V zero{}, one = zero + 1, least = zero + kTiny<A> * kTiny<A>;
     const V row = broadcast(static_cast<A>(k)), below = broadcast(static_cast<A>(k + 1));
     V p = bulge.x[0][0], q = bulge.x[1][0], r = bulge.x[2][0];
     Mask<A> inside = less(row, last_), moves = inside;
@@ -360,7 +359,7 @@ class Francis {
     r = select(less(below, last_), r, zero);
     const V squares = p * p + q * q + r * r;
     const Mask<A> on = inside & less(least, squares);
-    const V length = square_root(larger<A>(squares, least));
+    const V length = sqrt(max<A>(squares, least));
     const V s = select(less(p, zero), -length, length);
     const V sum = p + s, per_sum = one / sum;
     Reflector<A>& reflector = bulge.next;
@@ -465,7 +464,7 @@ class Francis {
   V sweeps_;  // since the last deflation
   V phase_;   // of the shifts: ordinary ones until kExceptional, then until 2 · kExceptional
   V norm_;
-  ComingRows& coming_;
+  Prefetcher& prefetcher_;
 };
 
 }  // namespace overtone::OVERTONE_ISA

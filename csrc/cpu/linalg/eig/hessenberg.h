@@ -20,8 +20,8 @@ template <class A>
 OVERTONE_INLINE A select(bool condition, A yes, A no) {
   return condition ? yes : no;
 }
-OVERTONE_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
-OVERTONE_INLINE double square_root(double x) { return __builtin_sqrt(x); }
+OVERTONE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
+OVERTONE_INLINE double sqrt(double x) { return __builtin_sqrt(x); }
 OVERTONE_INLINE bool any(bool condition) { return condition; }
 
 template <class A, class S>
@@ -33,8 +33,8 @@ struct NumberTraits<A, Vector<A>> {
   static constexpr int kPerVector = 1;
   static OVERTONE_INLINE Flag none() { return no_lane<A>(); }
   static OVERTONE_INLINE Flag negated(Flag flag) { return ~flag; }
-  static OVERTONE_INLINE Vector<A> magnitude(Vector<A> x) { return absolute<A>(x); }
-  static OVERTONE_INLINE Vector<A> maximum(Vector<A> a, Vector<A> b) { return larger<A>(a, b); }
+  static OVERTONE_INLINE Vector<A> magnitude(Vector<A> x) { return abs<A>(x); }
+  static OVERTONE_INLINE Vector<A> maximum(Vector<A> a, Vector<A> b) { return max<A>(a, b); }
   static OVERTONE_INLINE Vector<A> spread(Vector<A> x) { return x; }
   static OVERTONE_INLINE Vector<A> total(Vector<A> x) { return x; }
 };
@@ -48,7 +48,7 @@ struct NumberTraits<A, A> {
   static OVERTONE_INLINE A magnitude(A x) { return x < 0 ? -x : x; }
   static OVERTONE_INLINE A maximum(A a, A b) { return a > b ? a : b; }
   static OVERTONE_INLINE Vector<A> spread(A x) { return broadcast<A>(x); }
-  static OVERTONE_INLINE A total(Vector<A> x) { return sum_of_lanes<A>(x); }
+  static OVERTONE_INLINE A total(Vector<A> x) { return reduce_add<A>(x); }
 };
 
 // P A P with P = I − tau v vᵀ is the rank-two update A − v wᵀ − z vᵀ, w = tau vᵀA, z = tau A v − (tau vᵀ(tau A v)) v.
@@ -103,7 +103,7 @@ class Hessenberg {
   // The pending update becomes that of the reflector from (1, …, 1) to −√n (1, 0, …).
   void reflect_ones(Flag matrices) {
     const S zero{}, one = zero + 1;
-    const S root = square_root(zero + static_cast<A>(n_));
+    const S root = sqrt(zero + static_cast<A>(n_));
     for (int64_t i = 0; i < n_; ++i) {
       number(next_v_, i) = i == 0 ? one : one / (one + root);
     }
@@ -133,8 +133,8 @@ class Hessenberg {
       return y * y;
     });
     const S all = x * x + squares;
-    const Flag on = less(zero, squares) & less(zero + kNothing<A> * kNothing<A>, all) & Traits::negated(split_);
-    const S length = square_root(all);
+    const Flag on = less(zero, squares) & less(zero + kTiny<A> * kTiny<A>, all) & Traits::negated(split_);
+    const S length = sqrt(all);
     const S alpha = select(on, select(less(x, zero), length, -length), one);
     const S per_difference = select(on, one / select(on, x - alpha, one), zero);
     for (int64_t i = k + 2; i < n_; ++i) {

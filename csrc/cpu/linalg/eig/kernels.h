@@ -16,7 +16,7 @@ class EigGroup {
  public:
   using V = Vector<A>;
 
-  explicit EigGroup(const Eig& call) : call_(call), n_(call.n), scratch_(size(call) * kLanes<A>) {
+  explicit EigGroup(const EigParams& call) : call_(call), n_(call.n), scratch_(size(call) * kLanes<A>) {
     dense_ = {take(n_ * stride(n_) + kSlack) + kSlack, n_, stride(n_)};
     real_ = take(n_);
     imag_ = take(n_);
@@ -38,7 +38,7 @@ class EigGroup {
   void solve(int64_t group) {
     first_ = group * kLanes<A>;
     count_ = static_cast<int>(std::min<int64_t>(kLanes<A>, call_.matrices.count - first_));
-    const LaneMatrix<A> lanes(reinterpret_cast<A*>(dense_.data), dense_.stride);
+    const InterleavedMatrix<A> lanes(reinterpret_cast<A*>(dense_.data), dense_.stride);
     load_lanes<A>(call_.matrices, first_, n_, n_, lanes);
     expect_group(first_ + call_.threads * kLanes<A>);
     stochastic_ = call_.row_stochastic ? rows_sum_to_one() : every_lane<A>();
@@ -51,7 +51,7 @@ class EigGroup {
     if (vectors) {
       accumulate_reflectors<A>(dense_, taus_, reduction_work_);
     }
-    failed_ = Francis<A>(h, vectors ? dense_ : DenseLanes<A>{}, real_, imag_, coming_).run() | ~balance.finite();
+    failed_ = Francis<A>(h, vectors ? dense_ : DenseLanes<A>{}, real_, imag_, prefetcher_).run() | ~balance.finite();
     failed_ = failed_ | ~are_representable(balance);
     unsolved_ = failed_ | ~stochastic_;
     if (vectors) {
@@ -76,12 +76,12 @@ class EigGroup {
   // Vectors of a row; odd, so that columns do not share few cache lines.
   static constexpr int64_t rows_stride(int64_t n) { return Hessenberg<A, A>::vectors(n) | 1; }
 
-  static bool reduces_by_rows(const Eig& call) { return call.right == nullptr && call.n >= kByRows; }
+  static bool reduces_by_rows(const EigParams& call) { return call.right == nullptr && call.n >= kByRows; }
 
   // Wide enough for the Hessenberg form to be packed in place.
-  static constexpr int64_t stride(int64_t n) { return LaneMatrix<A>::padded_columns(n + 4); }
+  static constexpr int64_t stride(int64_t n) { return InterleavedMatrix<A>::padded_columns(n + 4); }
 
-  static int64_t size(const Eig& call) {
+  static int64_t size(const EigParams& call) {
     const int64_t n = call.n;
     const int64_t values = n * stride(n) + kSlack + 2 * n + Balance<A>::work_size(n) + Hessenberg<A, V>::work_size(n);
     const int64_t side = Block::size(n) + 2 * kColumns * n + HessenbergLanes<A>::size(n);
@@ -94,12 +94,12 @@ class EigGroup {
   // Gathers the matrices from `first` on, which this thread is likely to take next, so that they are asked for a row's
   // worth at every sweep. Loading waited for them: 5 % of the time at n = 16.
   void expect_group(int64_t first) {
-    coming_.clear();
+    prefetcher_.clear();
     const MatrixBatch& batch = call_.matrices;
     if (first + kLanes<A> <= batch.count &&
         batch.offsets[first + kLanes<A> - 1] - batch.offsets[first] == (kLanes<A> - 1) * n_ * n_) {
       const int64_t width = kLanes<A> * n_;
-      coming_.add(buffer_rows<A>(batch.data, batch.offsets[first], width), n_, width);
+      prefetcher_.add(buffer_rows<A>(batch.data, batch.offsets[first], width), n_, width);
     }
   }
 
@@ -113,7 +113,7 @@ class EigGroup {
       for (int64_t j = 0; j < n_; ++j) {
         sum += dense_.row(i)[j];
       }
-      result = result & less_equal(absolute<A>(sum - one), tolerance);
+      result = result & less_equal(abs<A>(sum - one), tolerance);
     }
     return result;
   }
@@ -264,7 +264,7 @@ class EigGroup {
       V size = zero;
       for (int64_t i = 0; i < n_; ++i) {
         const V* x = vectors + i * 2 * kColumns + 2 * c;
-        size = larger<A>(size, larger<A>(absolute<A>(x[0]), absolute<A>(x[1])));
+        size = max<A>(size, max<A>(abs<A>(x[0]), abs<A>(x[1])));
       }
       const V per_size = one / select(less(zero, size), size, one);
       V squares = zero;
@@ -274,7 +274,7 @@ class EigGroup {
         x[1] *= per_size;
         squares += x[0] * x[0] + x[1] * x[1];
       }
-      const V per_length = one / square_root(squares);
+      const V per_length = one / sqrt(squares);
       for (int64_t i = 0; i < n_; ++i) {
         V* x = vectors + i * 2 * kColumns + 2 * c;
         x[0] *= per_length;
@@ -372,7 +372,7 @@ class EigGroup {
     values[1] = 0;
   }
 
-  const Eig& call_;
+  const EigParams& call_;
   int64_t n_;
   Scratch<A> scratch_;
   DenseLanes<A> dense_;
@@ -384,18 +384,18 @@ class EigGroup {
   int64_t first_ = 0;
   int count_ = 0;
   Mask<A> stochastic_, failed_, unsolved_;
-  ComingRows coming_;
+  Prefetcher prefetcher_;
 };
 
 template <class A>
-void eig_groups(const Eig& call, WorkQueue& groups) {
+void eig_groups(const EigParams& call, WorkQueue& groups) {
   EigGroup<A> solver(call);
   for (int64_t group = groups.pop(); group >= 0; group = groups.pop()) {
     solver.solve(group);
   }
 }
 
-inline void eig(const Eig& call, WorkQueue& groups) {
+inline void eig(const EigParams& call, WorkQueue& groups) {
   call.is_float64 ? eig_groups<double>(call, groups) : eig_groups<float>(call, groups);
 }
 

@@ -69,7 +69,7 @@ Tensor inverse(const Tensor& right, int64_t n) {
 
 // `matrix`: [n, n], or with a border where eigenvectors are wanted. False where LAPACK has no result that is finite.
 template <class A>
-bool solve_one(const Tensor& matrix, int exponent, const Eig& one) {
+bool solve_one(const Tensor& matrix, int exponent, const EigParams& one) {
   using C = std::complex<A>;
   *one.info = kSolved;
   if (one.right == nullptr) {
@@ -92,11 +92,11 @@ bool solve_one(const Tensor& matrix, int exponent, const Eig& one) {
 
 // The call of one matrix of the batch.
 template <class A>
-Eig only(const Eig& call, int64_t index) {
+EigParams only(const EigParams& call, int64_t index) {
   const auto shifted = [](void* data, int64_t numbers) -> void* {
     return data == nullptr ? nullptr : static_cast<std::complex<A>*>(data) + numbers;
   };
-  Eig one = call;
+  EigParams one = call;
   one.matrices.offsets += index;
   one.matrices.count = 1;
   one.eigenvalues = shifted(call.eigenvalues, index * call.n);
@@ -107,13 +107,13 @@ Eig only(const Eig& call, int64_t index) {
 }
 
 template <class A>
-void solve_range(const Eig& call, const EigKernels& kernels, const Tensor& like, int64_t begin, int64_t end) {
+void solve_range(const EigParams& call, const EigKernels& kernels, const Tensor& like, int64_t begin, int64_t end) {
   const int64_t n = call.n, size = n + (call.right != nullptr ? kBorder : 0);
   // A copy, so that LAPACK sees the same alignment wherever a matrix stands in the batch.
   const Tensor matrix = allocated(like, {size, size});
   A* elements = static_cast<A*>(matrix.data_ptr());
   for (int64_t index = begin; index < end; ++index) {
-    const Eig one = only<A>(call, index);
+    const EigParams one = only<A>(call, index);
     const A* source = static_cast<const A*>(call.matrices.data) + call.matrices.offsets[index];
     MatrixSize<A> found;
     std::fill_n(elements, size * size, A{0});
@@ -136,7 +136,7 @@ void solve_range(const Eig& call, const EigKernels& kernels, const Tensor& like,
 
 }  // namespace
 
-void solve_by_lapack(const Eig& call, const EigKernels& kernels, const Tensor& like) {
+void solve_by_lapack(const EigParams& call, const EigKernels& kernels, const Tensor& like) {
   parallel_ranges(call.matrices.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
     call.is_float64 ? solve_range<double>(call, kernels, like, begin, end)

@@ -8,6 +8,6 @@ namespace overtone {
 
 // Matrices that LAPACK gives up on, or would balance to their harm, are solved by `kernels`. Not for row-stochastic
 // calls.
-void solve_by_lapack(const Eig& call, const EigKernels& kernels, const Tensor& like);
+void solve_by_lapack(const EigParams& call, const EigKernels& kernels, const Tensor& like);
 
 }  // namespace overtone

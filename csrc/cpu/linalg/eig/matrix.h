@@ -7,7 +7,7 @@ namespace overtone::OVERTONE_ISA {
 
 // Matrices are scaled so that this and smaller numbers are nothing beside their norm. Its square is still accurate.
 template <class A>
-inline constexpr A kNothing = sizeof(A) == 8 ? static_cast<A>(1e-140) : static_cast<A>(1e-17);
+inline constexpr A kTiny = sizeof(A) == 8 ? static_cast<A>(1e-140) : static_cast<A>(1e-17);
 
 // Unit roundoff.
 template <class A>
@@ -40,7 +40,7 @@ struct HessenbergLanes {
     Vector<A> result{};
     for (int64_t i = 0; i < n; ++i) {
       for (int64_t j = std::max<int64_t>(i - 1, 0); j < n; ++j) {
-        result = larger<A>(result, absolute<A>(row(i)[j]));
+        result = max<A>(result, abs<A>(row(i)[j]));
       }
     }
     return result;

@@ -14,15 +14,15 @@ namespace {
 
 constexpr int64_t kLargestForLanes = 512;
 
-// Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as a group of lanes does
-// (benchmarks/linalg/crossover.py; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads
-// must not matter, or they would change the bits.
-bool is_for_lanes(const Eig& call, int64_t groups) {
+// Whether a matrix per lane is faster than LAPACK, which takes as long for n / lapack_speedup matrices as a group of
+// lanes does (benchmarks/linalg/crossover.py; the figures for AVX-512 are those of a machine whose LAPACK uses it too).
+// Threads must not matter, or they would change the bits.
+bool prefer_lanes(const EigParams& call, int64_t groups) {
   const bool is_wide = vector_isa() == Isa::avx512;
-  const int64_t worth_of_values = !is_wide ? 110 : call.is_float64 ? 100 : 65;
-  const int64_t worth_of_vectors = !is_wide ? 70 : call.is_float64 ? 50 : 40;
-  const int64_t worth = call.right != nullptr ? worth_of_vectors : worth_of_values;
-  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * worth;
+  const int64_t speedup_without = !is_wide ? 110 : call.is_float64 ? 100 : 65;
+  const int64_t speedup_with_vectors = !is_wide ? 70 : call.is_float64 ? 50 : 40;
+  const int64_t lapack_speedup = call.right != nullptr ? speedup_with_vectors : speedup_without;
+  return call.n <= kLargestForLanes && groups * call.n <= call.matrices.count * lapack_speedup;
 }
 
 // What is not wanted comes back empty. Eigenvectors are columns; left ones are scaled so that their products with the
@@ -31,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   constexpr const char* op = "eig";
   check_matrices(a, /*square=*/true, "A", op);
   const MatricesView matrices(a);
-  Eig call;
+  EigParams call;
   call.matrices = matrices.batch;
   call.n = a.size(-1);
   call.is_float64 = a.scalar_type() == ScalarType::Double;
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> eig_ex(Tensor a, bool row_stochastic,
   } else if (call.matrices.count > 0) {
     const auto& run = eig_kernels_table.get(op);
     const int64_t lanes = run.lanes(call.is_float64), groups = (call.matrices.count + lanes - 1) / lanes;
-    if (row_stochastic || is_for_lanes(call, groups)) {
+    if (row_stochastic || prefer_lanes(call, groups)) {
       const double n = static_cast<double>(call.n);
       parallel_items(groups, {50 * n * n * n}, [&](WorkQueue& queue) { run.eig(call, queue); });
     } else {

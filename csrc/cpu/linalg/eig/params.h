@@ -12,7 +12,7 @@ namespace overtone {
 
 // A V = V diag(λ) of n × n matrices. Complex results are (real, imaginary) pairs; those of a matrix with an info are
 // NaN.
-struct Eig {
+struct EigParams {
   MatrixBatch matrices;
   int64_t n = 0;
   bool is_float64 = false;
@@ -27,7 +27,7 @@ struct Eig {
 struct EigKernels {
   const char* isa;
   int64_t (*lanes)(bool is_float64);  // matrices of a group
-  void (*eig)(const Eig& call, WorkQueue& groups);
+  void (*eig)(const EigParams& call, WorkQueue& groups);
 };
 
 OVERTONE_KERNELS(EigKernels, eig_kernels);

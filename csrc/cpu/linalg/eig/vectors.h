@@ -16,7 +16,7 @@ struct Complex {
   OVERTONE_INLINE Complex operator*(Complex other) const {
     return {re * other.re - im * other.im, re * other.im + im * other.re};
   }
-  OVERTONE_INLINE Vector<A> size() const { return larger<A>(absolute<A>(re), absolute<A>(im)); }
+  OVERTONE_INLINE Vector<A> size() const { return max<A>(abs<A>(re), abs<A>(im)); }
 };
 
 template <class A>
@@ -46,7 +46,7 @@ class SchurVectors {
   // `x`: size(n) vectors.
   SchurVectors(HessenbergLanes<A> t, const V* real, const V* imag, V* x)
       : t_(t), n_(t.n), real_(real), imag_(imag), x_(x) {
-    norm_ = larger<A>(t.largest(), V{} + kNothing<A>);
+    norm_ = max<A>(t.largest(), V{} + kTiny<A>);
   }
 
   OVERTONE_INLINE V* row(int64_t i) const { return x_ + i * 2 * kColumns; }
@@ -108,7 +108,7 @@ class SchurVectors {
   void set_pair(int64_t i, Mask<A> lanes, int64_t k, int c) const {
     const V zero{}, one = zero + 1;
     const V a = t_.row(i)[i], b = t_.row(i)[i + 1], lower = t_.row(i + 1)[i], d = t_.row(i + 1)[i + 1];
-    const Mask<A> by_upper = less_equal(absolute<A>(lower), absolute<A>(b));
+    const Mask<A> by_upper = less_equal(abs<A>(lower), abs<A>(b));
     const V divisor = select(lanes, select(by_upper, b, lower), one);
     const Complex<A> other = Complex<A>{real_[k] - select(by_upper, a, d), imag_[k]} * (one / divisor);
     const Complex<A> unit{one, zero};
@@ -155,7 +155,7 @@ class SchurVectors {
         value = select(below, upper[c], value);
       }
       set(i, c, select(unknown, value, get(i, c)));
-      const V size = select(unknown, larger<A>(value.size(), select(pair, upper[c].size(), zero)), zero);
+      const V size = select(unknown, max<A>(value.size(), select(pair, upper[c].size(), zero)), zero);
       if (any(less(zero + kLarge, size))) {
         shrink(i, c, size, above[c], upper[c]);
       }
@@ -180,7 +180,7 @@ class SchurVectors {
 
   // A divisor of rounding's size at least: eigenvalues that agree would divide by zero.
   OVERTONE_INLINE Complex<A> safe(const Complex<A>& divisor, const Complex<A>& shift) const {
-    const V least = larger<A>(shift.size() * kRounding<A>, norm_ * (kRounding<A> * kRounding<A>));
+    const V least = max<A>(shift.size() * kRounding<A>, norm_ * (kRounding<A> * kRounding<A>));
     const Mask<A> small = less(divisor.size(), least);
     return {select(small, least, divisor.re), select(small, V{}, divisor.im)};
   }

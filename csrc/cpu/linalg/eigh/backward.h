@@ -58,11 +58,11 @@ void lane_product(int64_t n, const Left& left, const Right& right, const Store& 
 
 // One matrix's entries of K where eigenvalues are equal to rounding; eigh.h says what they are.
 template <class A>
-class EqualEigenvalues {
+class DegenerateEigenspaces {
  public:
   // `m` is Vᵀ grad_V and `k` is K; elements of a row are `stride` apart, as are eigenvalues.
-  EqualEigenvalues(int64_t n, const A* values, const A* grad_values, const A* m, A* k, int64_t row_stride,
-                   int64_t stride)
+  DegenerateEigenspaces(int64_t n, const A* values, const A* grad_values, const A* m, A* k, int64_t row_stride,
+                        int64_t stride)
       : n_(n), values_(values), grad_values_(grad_values), m_(m), k_(k), row_stride_(row_stride), stride_(stride) {}
 
   // Pairs this close, relative to the largest eigenvalue, must have a limit: their order is the solver's rounding.
@@ -75,15 +75,15 @@ class EqualEigenvalues {
   static A near_tolerance(int64_t n) { return 64 * static_cast<A>(n) * std::numeric_limits<A>::epsilon(); }
 
   // Fills in K, or reports the pair.
-  void fill(int32_t* pair) const {
-    const A scale = std::max(magnitude(value(0)), magnitude(value(n_ - 1)));
+  void fill(int32_t* undetermined_pair) const {
+    const A scale = std::max(abs(value(0)), abs(value(n_ - 1)));
     if (next_eigenspace(0, n_, near_tolerance(n_) * scale).begin == n_) {
       return;
     }
     A size = 0;
     for (int64_t i = 0; i < n_; ++i) {
       for (int64_t j = 0; j < n_; ++j) {
-        size = std::max(size, magnitude(m(i, j)));
+        size = std::max(size, abs(m(i, j)));
       }
     }
     for_each_eigenspace(0, n_, near_tolerance(n_) * scale, [&](Range near) {
@@ -92,7 +92,7 @@ class EqualEigenvalues {
         return true;
       }
       return for_each_eigenspace(near.begin, near.end, tolerance(n_) * scale,
-                                 [&](Range equal) { return fill_eigenspace(equal, size, scale, pair); });
+                                 [&](Range equal) { return fill_eigenspace(equal, size, scale, undetermined_pair); });
     });
   }
 
@@ -131,7 +131,7 @@ class EqualEigenvalues {
     return true;
   }
 
-  static A magnitude(A x) { return x < 0 ? -x : x; }
+  static A abs(A x) { return x < 0 ? -x : x; }
   A value(int64_t i) const { return values_[i * stride_]; }
   A grad_value(int64_t i) const { return grad_values_ == nullptr ? A(0) : grad_values_[i * stride_]; }
   A m(int64_t i, int64_t j) const { return m_[i * row_stride_ + j * stride_]; }
@@ -140,7 +140,7 @@ class EqualEigenvalues {
   A rounding() const { return 4 * static_cast<A>(n_) * std::numeric_limits<A>::epsilon(); }
 
   // False, and the pair, if the gradients do not determine K there. `size` is that of m, `scale` that of eigenvalues.
-  bool fill_eigenspace(Range range, A size, A scale, int32_t* pair) const {
+  bool fill_eigenspace(Range range, A size, A scale, int32_t* undetermined_pair) const {
     const auto [begin, end] = range;
     // Across the eigenspace f varies by f' times its width; we let f'/f be 4 / scale.
     const A variation = rounding() + (scale > 0 ? 4 * width(range) / scale : A(0));
@@ -148,12 +148,12 @@ class EqualEigenvalues {
     A largest = 0;
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = begin; j < i; ++j) {
-        if (!(magnitude(m(i, j) - m(j, i)) <= variation * size)) {
-          return report(j, i, pair);  // the loss depends on the choice of basis
+        if (!(abs(m(i, j) - m(j, i)) <= variation * size)) {
+          return report(j, i, undetermined_pair);  // the loss depends on the choice of basis
         }
-        if (magnitude(m(i, j)) > largest) {
-          largest = magnitude(m(i, j));
-          report(j, i, pair);
+        if (abs(m(i, j)) > largest) {
+          largest = abs(m(i, j));
+          report(j, i, undetermined_pair);
         }
       }
     }
@@ -161,7 +161,7 @@ class EqualEigenvalues {
     if (largest > negligible && !find_factor(range, variation, negligible, scale, &factor)) {
       return false;  // with the pair of the largest entry
     }
-    std::fill_n(pair, 2, -1);
+    std::fill_n(undetermined_pair, 2, -1);
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = begin; j < i; ++j) {
         k(i, j) = k(j, i) = factor * A(0.5) * (m(i, j) + m(j, i));
@@ -179,7 +179,7 @@ class EqualEigenvalues {
     for (int64_t i = begin; i < end; ++i) {
       product += grad_value(i) * m(i, i);
       square += m(i, i) * m(i, i);
-      largest = std::max(largest, magnitude(grad_value(i)));
+      largest = std::max(largest, abs(grad_value(i)));
     }
     if (largest == 0) {
       // f' = 0, or the eigenvalues are not part of the graph: then a gap that can be told from zero counts.
@@ -190,16 +190,16 @@ class EqualEigenvalues {
     }
     *factor = product / square;
     for (int64_t i = begin; i < end; ++i) {
-      if (!(magnitude(grad_value(i) - *factor * m(i, i)) <= variation * largest + magnitude(*factor) * negligible)) {
+      if (!(abs(grad_value(i) - *factor * m(i, i)) <= variation * largest + abs(*factor) * negligible)) {
         return false;
       }
     }
     return true;
   }
 
-  static bool report(int64_t i, int64_t j, int32_t* pair) {
-    pair[0] = static_cast<int32_t>(i);
-    pair[1] = static_cast<int32_t>(j);
+  static bool report(int64_t i, int64_t j, int32_t* undetermined_pair) {
+    undetermined_pair[0] = static_cast<int32_t>(i);
+    undetermined_pair[1] = static_cast<int32_t>(j);
     return false;
   }
 
@@ -227,7 +227,7 @@ void divide_by_gaps(const EighBackward& call, int64_t index, const A* m, A* k) {
     }
   }
   if (m != nullptr) {
-    EqualEigenvalues<A>(n, values, grad_values, m, k, n, 1).fill(call.pair + 2 * index);
+    DegenerateEigenspaces<A>(n, values, grad_values, m, k, n, 1).fill(call.undetermined_pair + 2 * index);
   }
 }
 
@@ -237,16 +237,16 @@ class EighGradient {
   explicit EighGradient(const EighBackward& call)
       : call_(call),
         n_(call.n),
-        memory_(3 * Scratch<A>::padded(LaneMatrix<A>::size(n_, n_)) + 2 * Scratch<A>::padded(n_ * kLanes<A>)),
-        v_(memory_.take(LaneMatrix<A>::size(n_, n_)), n_),
-        m_(memory_.take(LaneMatrix<A>::size(n_, n_)), n_),
-        k_(memory_.take(LaneMatrix<A>::size(n_, n_)), n_),
+        memory_(3 * Scratch<A>::padded(InterleavedMatrix<A>::size(n_, n_)) + 2 * Scratch<A>::padded(n_ * kLanes<A>)),
+        v_(memory_.take(InterleavedMatrix<A>::size(n_, n_)), n_),
+        m_(memory_.take(InterleavedMatrix<A>::size(n_, n_)), n_),
+        k_(memory_.take(InterleavedMatrix<A>::size(n_, n_)), n_),
         values_(memory_.take(n_ * kLanes<A>)),
         grad_values_(memory_.take(n_ * kLanes<A>)) {}
 
   void run(int64_t first) {
     const int count = static_cast<int>(std::min<int64_t>(call_.vectors.count - first, kLanes<A>));
-    std::fill_n(call_.pair + 2 * first, 2 * count, -1);
+    std::fill_n(call_.undetermined_pair + 2 * first, 2 * count, -1);
     load(first);
     if (call_.grad_vectors.data != nullptr) {
       // v_ holds Vᵀ, and k_ the gradient of V.
@@ -305,7 +305,8 @@ class EighGradient {
     interleave_run<A>(lanes, n_, out);
   }
 
-  void product(const LaneMatrix<A>& left, const LaneMatrix<A>& right, const LaneMatrix<A>& out) const {
+  void product(const InterleavedMatrix<A>& left, const InterleavedMatrix<A>& right,
+               const InterleavedMatrix<A>& out) const {
     lane_product<A>(
         n_, [&](int64_t i, int64_t l) { return left.get(i, l); }, [&](int64_t l, int64_t j) { return right.get(l, j); },
         [&](int64_t i, int64_t j, Vector<A> sum) { out.set(i, j, sum); });
@@ -322,8 +323,8 @@ class EighGradient {
   }
 
   void divide_by_gaps(int64_t first, int count) const {
-    const Vector<A> largest = larger<A>(absolute<A>(value(0)), absolute<A>(value(n_ - 1)));
-    const Vector<A> tolerance = EqualEigenvalues<A>::near_tolerance(n_) * largest;
+    const Vector<A> largest = max<A>(abs<A>(value(0)), abs<A>(value(n_ - 1)));
+    const Vector<A> tolerance = DegenerateEigenspaces<A>::near_tolerance(n_) * largest;
     Mask<A> is_near = no_lane<A>();
     for (int64_t i = 0; i < n_; ++i) {
       k_.set(i, i, load_full(grad_values_ + i * kLanes<A>));
@@ -338,9 +339,9 @@ class EighGradient {
     }
     for (int lane = 0; lane < count && any(is_near); ++lane) {
       if (lane_of(is_near, lane)) {
-        const EqualEigenvalues<A> equal(n_, values_ + lane, grad_values_ + lane, m_.data + lane, k_.data + lane,
-                                        m_.row_stride, kLanes<A>);
-        equal.fill(call_.pair + 2 * (first + lane));
+        const DegenerateEigenspaces<A> equal(n_, values_ + lane, grad_values_ + lane, m_.data + lane, k_.data + lane,
+                                             m_.row_stride, kLanes<A>);
+        equal.fill(call_.undetermined_pair + 2 * (first + lane));
       }
     }
   }
@@ -348,9 +349,9 @@ class EighGradient {
   const EighBackward& call_;
   int64_t n_;
   Scratch<A> memory_;
-  LaneMatrix<A> v_;
-  LaneMatrix<A> m_;
-  LaneMatrix<A> k_;
+  InterleavedMatrix<A> v_;
+  InterleavedMatrix<A> m_;
+  InterleavedMatrix<A> k_;
   A* values_;
   A* grad_values_;
 };

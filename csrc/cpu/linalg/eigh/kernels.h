@@ -45,16 +45,16 @@ class EighSolver {
   static constexpr int64_t kMatrices = kGroups * kLanes<A>;
   static constexpr int64_t kLargestSortedInLanes = 16;
 
-  explicit EighSolver(const Eigh& call)
+  explicit EighSolver(const EighParams& call)
       : call_(call),
         n_(call.n),
         memory_(scratch_size(call)),
-        a_(memory_.take(LaneMatrix<A>::size(n_, n_)), n_),
+        a_(memory_.take(InterleavedMatrix<A>::size(n_, n_)), n_),
         tridiagonalization_(a_, n_, memory_.take(Tridiagonalization<A>::scratch_size(n_))),
         ql_(n_, memory_.take(ImplicitQl<A, kGroups>::scratch_size(n_))),
         ranks_(memory_.take(n_ * kLanes<A>)) {
     for (int k = 0; k < kGroups && call.vectors != nullptr; ++k) {
-      z_[k] = LaneMatrix<A>(memory_.take(LaneMatrix<A>::size(n_, n_)), n_);
+      z_[k] = InterleavedMatrix<A>(memory_.take(InterleavedMatrix<A>::size(n_, n_)), n_);
     }
   }
 
@@ -66,7 +66,7 @@ class EighSolver {
         tridiagonalization_.form_q(z_[k]);
       }
     }
-    const PackMask<A, kGroups> unconverged = ql_.solve(call_.vectors != nullptr ? z_ : nullptr);
+    const VectorGroupMask<A, kGroups> unconverged = ql_.solve(call_.vectors != nullptr ? z_ : nullptr);
     for (int k = 0; k < kGroups; ++k) {
       const int64_t begin = first + k * kLanes<A>;
       const int count = static_cast<int>(std::clamp<int64_t>(call_.a.count - begin, 0, kLanes<A>));
@@ -77,10 +77,10 @@ class EighSolver {
   }
 
  private:
-  static int64_t scratch_size(const Eigh& call) {
+  static int64_t scratch_size(const EighParams& call) {
     const int64_t n = call.n;
     const int64_t matrices = call.vectors != nullptr ? 1 + kGroups : 1;
-    return matrices * Scratch<A>::padded(LaneMatrix<A>::size(n, n)) +
+    return matrices * Scratch<A>::padded(InterleavedMatrix<A>::size(n, n)) +
            Scratch<A>::padded(Tridiagonalization<A>::scratch_size(n)) +
            Scratch<A>::padded(ImplicitQl<A, kGroups>::scratch_size(n)) + Scratch<A>::padded(n * kLanes<A>);
   }
@@ -93,13 +93,13 @@ class EighSolver {
       std::swap(batch.row_stride, batch.column_stride);
       upper = !upper;
     }
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     load_lanes<A>(batch, first, n_, n_, a);
     Vector<A> largest{};
     Vector<A> not_finite{};
     for_lower([&](int64_t i, int64_t j) {
       const Vector<A> element = upper ? a.get(j, i) : a.get(i, j);
-      largest = larger<A>(absolute<A>(element), largest);
+      largest = max<A>(abs<A>(element), largest);
       not_finite += element * A(0);
     });
     const Mask<A> is_finite = equal(not_finite, Vector<A>{});
@@ -148,7 +148,7 @@ class EighSolver {
   void finish(int k, Mask<A> failed) const {
     const Vector<A> poison = broadcast(std::numeric_limits<A>::quiet_NaN());
     const LaneScale<A> scale = scale_[k];
-    const LaneMatrix<A> z = z_[k];
+    const InterleavedMatrix<A> z = z_[k];
     for (int64_t i = 0; i < n_; ++i) {
       set_value(k, i, select(failed, poison, scale.undo(value(k, i))));
       for (int64_t j = 0; j < n_ && z.data != nullptr; ++j) {
@@ -179,7 +179,7 @@ class EighSolver {
         remainder = p;
       }
     }
-    const LaneMatrix<A> row(ranks_, n_);
+    const InterleavedMatrix<A> row(ranks_, n_);
     for (int64_t i = 0; i < n_; ++i) {
       row.set(0, i, value(k, i));
     }
@@ -190,7 +190,7 @@ class EighSolver {
   }
 
   OVERTONE_INLINE void exchange(int k, int64_t i, int64_t j) const {
-    const LaneMatrix<A> z = z_[k];
+    const InterleavedMatrix<A> z = z_[k];
     const int64_t n = n_;
     const Vector<A> first = value(k, i);
     const Vector<A> second = value(k, j);
@@ -240,14 +240,14 @@ class EighSolver {
     }
   }
 
-  const Eigh& call_;
+  const EighParams& call_;
   int64_t n_;
   Scratch<A> memory_;
-  LaneMatrix<A> a_;
+  InterleavedMatrix<A> a_;
   Tridiagonalization<A> tridiagonalization_;
   ImplicitQl<A, kGroups> ql_;
   A* ranks_;
-  LaneMatrix<A> z_[kGroups];
+  InterleavedMatrix<A> z_[kGroups];
   LaneScale<A> scale_[kGroups];
   Mask<A> is_finite_[kGroups];
 };
@@ -256,7 +256,7 @@ class EighSolver {
 constexpr int64_t kLargestInPairs = 32;
 
 template <class A>
-void eigh_items(const Eigh& call, int64_t begin, int64_t end) {
+void eigh_items(const EighParams& call, int64_t begin, int64_t end) {
   const auto solve = [&]<int kGroups>(std::integral_constant<int, kGroups>) {
     EighSolver<A, kGroups> solver(call);
     for (int64_t item = begin; item < end; ++item) {
@@ -266,17 +266,17 @@ void eigh_items(const Eigh& call, int64_t begin, int64_t end) {
   call.n <= kLargestInPairs ? solve(std::integral_constant<int, 2>()) : solve(std::integral_constant<int, 1>());
 }
 
-inline int64_t eigh_matrices_per_item(const Eigh& call) {
-  const int64_t lanes = call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+inline int64_t eigh_matrices_per_item(const EighParams& call) {
+  const int64_t lanes = call.type == Dtype::float64 ? kLanes<double> : kLanes<float>;
   return call.n <= kLargestInPairs ? 2 * lanes : lanes;
 }
 
-inline void eigh_solve(const Eigh& call, int64_t begin, int64_t end) {
-  call.type == ElementType::float64 ? eigh_items<double>(call, begin, end) : eigh_items<float>(call, begin, end);
+inline void eigh_solve(const EighParams& call, int64_t begin, int64_t end) {
+  call.type == Dtype::float64 ? eigh_items<double>(call, begin, end) : eigh_items<float>(call, begin, end);
 }
 
 inline int64_t eigh_matrices_per_backward_item(const EighBackward& call) {
-  return call.type == ElementType::float64 ? kLanes<double> : kLanes<float>;
+  return call.type == Dtype::float64 ? kLanes<double> : kLanes<float>;
 }
 
 template <class A>
@@ -288,14 +288,13 @@ void eigh_backward_items(const EighBackward& call, int64_t begin, int64_t end) {
 }
 
 inline void eigh_backward(const EighBackward& call, int64_t begin, int64_t end) {
-  call.type == ElementType::float64 ? eigh_backward_items<double>(call, begin, end)
-                                    : eigh_backward_items<float>(call, begin, end);
+  call.type == Dtype::float64 ? eigh_backward_items<double>(call, begin, end)
+                              : eigh_backward_items<float>(call, begin, end);
 }
 
 inline void eigh_divide_by_gaps(const EighBackward& call, int64_t index, const void* m, void* k) {
-  call.type == ElementType::float64
-      ? divide_by_gaps(call, index, static_cast<const double*>(m), static_cast<double*>(k))
-      : divide_by_gaps(call, index, static_cast<const float*>(m), static_cast<float*>(k));
+  call.type == Dtype::float64 ? divide_by_gaps(call, index, static_cast<const double*>(m), static_cast<double*>(k))
+                              : divide_by_gaps(call, index, static_cast<const float*>(m), static_cast<float*>(k));
 }
 
 extern const EighKernels eigh_kernels = {OVERTONE_ISA_NAME, &eigh_matrices_per_item,

@@ -24,7 +24,7 @@ MatrixSize<A> size_of(const A* a, int64_t n, bool upper) {
 
 // False where LAPACK has no result that is finite.
 template <class A>
-bool solve_one(const Eigh& one, const Tensor& matrix) {
+bool solve_one(const EighParams& one, const Tensor& matrix) {
   const int64_t n = one.n;
   A* const elements = static_cast<A*>(matrix.data_ptr());
   const MatrixSize<A> size = size_of(elements, n, one.upper);
@@ -57,8 +57,8 @@ bool solve_one(const Eigh& one, const Tensor& matrix) {
 
 // The call of one matrix of the batch.
 template <class A>
-Eigh only(const Eigh& call, int64_t index) {
-  Eigh one = call;
+EighParams only(const EighParams& call, int64_t index) {
+  EighParams one = call;
   one.a.offsets += index;
   one.a.count = 1;
   one.values = static_cast<A*>(call.values) + index * call.n;
@@ -68,10 +68,10 @@ Eigh only(const Eigh& call, int64_t index) {
 }
 
 template <class A>
-void solve_range(const Eigh& call, const EighKernels& kernels, const Tensor& like, int64_t begin, int64_t end) {
+void solve_range(const EighParams& call, const EighKernels& kernels, const Tensor& like, int64_t begin, int64_t end) {
   const Tensor matrix = allocated(like, {call.n, call.n});
   for (int64_t index = begin; index < end; ++index) {
-    const Eigh one = only<A>(call, index);
+    const EighParams one = only<A>(call, index);
     copy_matrix(call.a, index, call.n, call.n, static_cast<A*>(matrix.data_ptr()));
     if (!solve_one<A>(one, matrix)) {
       kernels.solve(one, 0, 1);
@@ -88,7 +88,7 @@ void backward_range(const EighBackward& call, const EighKernels& kernels, const 
   const Tensor grad_vectors = allocated(like, {n, n});
   for (int64_t index = begin; index < end; ++index) {
     A* grad_a = static_cast<A*>(call.grad_a) + index * n * n;
-    std::fill_n(call.pair + 2 * index, 2, -1);
+    std::fill_n(call.undetermined_pair + 2 * index, 2, -1);
     if (call.info[index] != 0) {
       std::fill_n(grad_a, n * n, A(0));
       continue;
@@ -108,19 +108,19 @@ void backward_range(const EighBackward& call, const EighKernels& kernels, const 
 
 }  // namespace
 
-void solve_by_lapack(const Eigh& call, const EighKernels& kernels, const Tensor& like) {
+void solve_by_lapack(const EighParams& call, const EighKernels& kernels, const Tensor& like) {
   parallel_ranges(call.a.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
-    call.type == ElementType::float64 ? solve_range<double>(call, kernels, like, begin, end)
-                                      : solve_range<float>(call, kernels, like, begin, end);
+    call.type == Dtype::float64 ? solve_range<double>(call, kernels, like, begin, end)
+                                : solve_range<float>(call, kernels, like, begin, end);
   });
 }
 
 void backward_by_blas(const EighBackward& call, const EighKernels& kernels, const Tensor& like) {
   parallel_ranges(call.vectors.count, kLargeItems, [&](int64_t begin, int64_t end) {
     const OneBlasThread one;
-    call.type == ElementType::float64 ? backward_range<double>(call, kernels, like, begin, end)
-                                      : backward_range<float>(call, kernels, like, begin, end);
+    call.type == Dtype::float64 ? backward_range<double>(call, kernels, like, begin, end)
+                                : backward_range<float>(call, kernels, like, begin, end);
   });
 }
 

@@ -7,7 +7,7 @@
 namespace overtone {
 
 // `like` is any tensor of the matrices' type. Matrices that LAPACK gives up on are solved by `kernels`.
-void solve_by_lapack(const Eigh& call, const EighKernels& kernels, const Tensor& like);
+void solve_by_lapack(const EighParams& call, const EighKernels& kernels, const Tensor& like);
 void backward_by_blas(const EighBackward& call, const EighKernels& kernels, const Tensor& like);
 
 }  // namespace overtone

@@ -19,23 +19,23 @@ void for_matrices(int64_t count, int64_t per_item, int64_t size, const Work& wor
   parallel_ranges((count + per_item - 1) / per_item, {6 * n * n * n * static_cast<double>(per_item)}, work);
 }
 
-// Whether a matrix per lane is faster than LAPACK, which takes as long for n / worth matrices as an item of lanes does
-// (benchmarks/linalg/crossover.py; the figures for AVX-512 are those of a machine whose LAPACK uses it too). Threads
-// must not matter, or they would change the bits.
-bool is_for_lanes(ElementType type, int64_t count, int64_t per_item, int64_t n, bool vectors) {
+// Whether a matrix per lane is faster than LAPACK, which takes as long for n / lapack_speedup matrices as an item of
+// lanes does (benchmarks/linalg/crossover.py; the figures for AVX-512 are those of a machine whose LAPACK uses it too).
+// Threads must not matter, or they would change the bits.
+bool prefer_lanes(Dtype type, int64_t count, int64_t per_item, int64_t n, bool vectors) {
   const bool is_wide = vector_isa() == Isa::avx512;
-  const int64_t worth_of_vectors = !is_wide ? 40 : type == ElementType::float64 ? 30 : 25;
-  const int64_t worth = vectors ? worth_of_vectors : is_wide ? 45 : 50;
+  const int64_t speedup_with_vectors = !is_wide ? 40 : type == Dtype::float64 ? 30 : 25;
+  const int64_t lapack_speedup = vectors ? speedup_with_vectors : is_wide ? 45 : 50;
   const int64_t items = (count + per_item - 1) / per_item;
-  return n <= 16 || items * n <= count * worth;
+  return n <= 16 || items * n <= count * lapack_speedup;
 }
 
 std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   constexpr const char* op = "eigh";
   check_matrices(a, /*square=*/true, "A", op);
   const MatricesView matrices(a);
-  Eigh call;
-  call.type = element_type(a, op, "A");
+  EighParams call;
+  call.type = dtype_of(a, op, "A");
   call.n = a.size(-1);
   call.upper = upper;
   call.a = matrices.batch;
@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> eigh_ex(Tensor a, bool upper, bool vectors) {
   if (call.n == 0) {
     std::fill_n(call.info, call.a.count, 0);
   } else if (const auto& run = eigh_kernels_table.get(op);
-             is_for_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
+             prefer_lanes(call.type, call.a.count, run.matrices_per_item(call), call.n, vectors)) {
     for_matrices(call.a.count, run.matrices_per_item(call), call.n,
                  [&](int64_t begin, int64_t end) { run.solve(call, begin, end); });
   } else {
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   of_values.pop_back();
   const std::vector<int64_t> leading(of_values.begin(), of_values.end() - 1);
   EighBackward call;
-  call.type = element_type(vectors, op, "eigenvectors");
+  call.type = dtype_of(vectors, op, "eigenvectors");
   const ScalarType type = vectors.scalar_type();
   check_tensor(values, {of_values, type, true}, "eigenvalues", op);
   check_tensor(grad_values, {of_values, type, true}, "grad_eigenvalues", op);
@@ -91,19 +91,19 @@ std::tuple<Tensor, Tensor> eigh_backward(std::optional<Tensor> grad_values, std:
   Tensor grad_a = allocated(vectors, shape);
   std::vector<int64_t> of_pairs = leading;
   of_pairs.push_back(2);
-  Tensor pair = allocated(vectors, of_pairs, ScalarType::Int);
+  Tensor undetermined_pair = allocated(vectors, of_pairs, ScalarType::Int);
   call.grad_a = grad_a.data_ptr();
-  call.pair = static_cast<int32_t*>(pair.data_ptr());
+  call.undetermined_pair = static_cast<int32_t*>(undetermined_pair.data_ptr());
   if (call.n == 0) {
-    std::fill_n(call.pair, 2 * call.vectors.count, -1);
-  } else if (const auto& run = eigh_kernels_table.get(op); is_for_lanes(
+    std::fill_n(call.undetermined_pair, 2 * call.vectors.count, -1);
+  } else if (const auto& run = eigh_kernels_table.get(op); prefer_lanes(
                  call.type, call.vectors.count, run.matrices_per_backward_item(call), call.n, /*vectors=*/true)) {
     for_matrices(call.vectors.count, run.matrices_per_backward_item(call), call.n,
                  [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   } else {
     backward_by_blas(call, run, vectors);
   }
-  return {grad_a, pair};
+  return {grad_a, undetermined_pair};
 }
 
 }  // namespace

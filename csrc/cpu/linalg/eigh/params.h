@@ -12,8 +12,8 @@
 
 namespace overtone {
 
-struct Eigh {
-  ElementType type;  // float32 or float64
+struct EighParams {
+  Dtype type;  // float32 or float64
   int64_t n = 0;
   bool upper = false;  // which triangle is read
   MatrixBatch a;
@@ -30,21 +30,21 @@ struct Eigh {
 // V f(Λ) Vᵀ: then grad_λ_k = c (Vᵀ grad_V)_kk with one c for the whole eigenspace, and K_ij = c (Vᵀ grad_V)_ij.
 // In particular it is zero if (Vᵀ grad_V)_ij is. Otherwise the pair is reported.
 struct EighBackward {
-  ElementType type;
+  Dtype type;
   int64_t n = 0;
-  const void* values = nullptr;       // [count][n]
-  MatrixBatch vectors;                // an eigenvector per row
-  const int32_t* info = nullptr;      // [count]
-  const void* grad_values = nullptr;  // [count][n]; null is zero
-  MatrixBatch grad_vectors;           // as V: an eigenvector per column; no data is zero
-  void* grad_a = nullptr;             // [count][n][n]
-  int32_t* pair = nullptr;            // [count][2]: i, j of a pair that is not determined, or −1, −1
+  const void* values = nullptr;          // [count][n]
+  MatrixBatch vectors;                   // an eigenvector per row
+  const int32_t* info = nullptr;         // [count]
+  const void* grad_values = nullptr;     // [count][n]; null is zero
+  MatrixBatch grad_vectors;              // as V: an eigenvector per column; no data is zero
+  void* grad_a = nullptr;                // [count][n][n]
+  int32_t* undetermined_pair = nullptr;  // [count][2]: i, j of a pair that is not determined, or −1, −1
 };
 
 struct EighKernels {
   const char* isa;
-  int64_t (*matrices_per_item)(const Eigh&);
-  void (*solve)(const Eigh&, int64_t begin, int64_t end);
+  int64_t (*matrices_per_item)(const EighParams&);
+  void (*solve)(const EighParams&, int64_t begin, int64_t end);
   int64_t (*matrices_per_backward_item)(const EighBackward&);
   void (*backward)(const EighBackward&, int64_t begin, int64_t end);
   // diag(grad_λ) + K of one matrix from m = Vᵀ grad_V, both contiguous; m is null if the loss has no eigenvectors.

@@ -13,8 +13,8 @@ namespace overtone::OVERTONE_ISA {
 template <class A, int kGroups>
 class ImplicitQl {
  public:
-  using P = Pack<A, kGroups>;
-  using PMask = PackMask<A, kGroups>;
+  using P = VectorGroup<A, kGroups>;
+  using PMask = VectorGroupMask<A, kGroups>;
   static constexpr int64_t kStride = kGroups * kLanes<A>;  // between entries of d, e, c and s
   static constexpr int kSweeps = 8;                        // whose rotations are collected
 
@@ -33,7 +33,7 @@ class ImplicitQl {
 
   // Row i of z[k] becomes the eigenvector of eigenvalue i; z is null if eigenvectors are not wanted.
   // Returns the lanes that did not converge.
-  PMask solve(const LaneMatrix<A>* z) {
+  PMask solve(const InterleavedMatrix<A>* z) {
     begin_ = 0;
     int collected = 0;
     bool is_done = false;
@@ -86,7 +86,7 @@ class ImplicitQl {
     for (int64_t i = begin_; i + 1 < n; ++i) {
       const P next = P::load(diagonal + (i + 1) * kStride);
       const P e = P::load(off_diagonal + i * kStride);
-      const PMask is_small = less_equal(absolute(e), epsilon * (absolute(d) + absolute(next)) + negligible);
+      const PMask is_small = less_equal(abs(e), epsilon * (abs(d) + abs(next)) + negligible);
       const PMask begins = ~(is_small | seen);
       const PMask ends = is_small & seen & ~closed;
       const P index = P::all(static_cast<A>(i));
@@ -113,8 +113,8 @@ class ImplicitQl {
     // Wilkinson's shift: the eigenvalue of the window's first 2 × 2 block that is nearer to its first entry.
     const P half = P::all(A(0.5)) * (d_next - d_low);
     const P square = half * half + e_low * e_low;
-    const P root = square * reciprocal_root(square);
-    shift_ = d_low - e_low * e_low / (half + with_sign_of(root, half));
+    const P root = square * rsqrt(square);
+    shift_ = d_low - e_low * e_low / (half + copysign(root, half));
   }
 
   // One sweep, from the end of the windows to their beginning.
@@ -153,7 +153,7 @@ class ImplicitQl {
       const P square = f * f + g * g;
       // Both vanish: any rotation will do, and the entries are far below rounding.
       const PMask vanishes = less(square, tiny);
-      const P inverse = reciprocal_root(larger(square, tiny));
+      const P inverse = rsqrt(max(square, tiny));
       s = select(vanishes, zero, f * inverse);
       c = select(vanishes, one, g * inverse);
       const P moved = next - p;
@@ -172,7 +172,7 @@ class ImplicitQl {
     next.store(diagonal + first * kStride);
   }
 
-  void rotate(LaneMatrix<A> z, int group, int sweeps) const {
+  void rotate(InterleavedMatrix<A> z, int group, int sweeps) const {
     int64_t column = 0;
     for (; column + 8 <= n_; column += 8) {
       rotate_block<8>(z, group, sweeps, column);
@@ -187,7 +187,7 @@ class ImplicitQl {
   }
 
   template <int kColumns>
-  OVERTONE_INLINE void rotate_block(LaneMatrix<A> z, int group, int sweeps, int64_t column) const {
+  OVERTONE_INLINE void rotate_block(InterleavedMatrix<A> z, int group, int sweeps, int64_t column) const {
     for (int sweep = 0; sweep < sweeps; ++sweep) {
       const A* cosines = cosines_[sweep] + group * kLanes<A>;
       const A* sines = sines_[sweep] + group * kLanes<A>;

@@ -22,7 +22,7 @@ class Tridiagonalization {
   static int64_t scratch_size(int64_t n) { return 4 * n * kLanes<A>; }
 
   // `a`: the lower triangle, at most about 1 in size; it becomes the reflectors that form_q reads.
-  Tridiagonalization(const LaneMatrix<A>& a, int64_t n, A* scratch)
+  Tridiagonalization(const InterleavedMatrix<A>& a, int64_t n, A* scratch)
       : a_(a), n_(n), tau_(scratch), products_(tau_ + n * kLanes<A>), w_{products_ + n * kLanes<A>, nullptr} {
     w_[1] = w_[0] + n * kLanes<A>;
   }
@@ -51,7 +51,7 @@ class Tridiagonalization {
 
   // Qᵀ: row c is the c-th column of Q. A few columns at a time go through all reflectors, so that they stay in the
   // first-level cache.
-  void form_q(LaneMatrix<A> q) const {
+  void form_q(InterleavedMatrix<A> q) const {
     for (int64_t c = 0; c < n_; ++c) {
       for (int64_t r = 0; r < n_; ++r) {
         q.set(c, r, broadcast(A(c == r)));
@@ -79,7 +79,7 @@ class Tridiagonalization {
 
   // The update of step i + 1, on row i.
   void update_row(int64_t i) const {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const A* v = reflector(i + 1);
     const A* w = update_of(i + 1);
     const Vector<A> vi = at(v, i);
@@ -100,7 +100,7 @@ class Tridiagonalization {
     }
     const Vector<A> first = at(row, i - 1);
     const Mask<A> is_reduced = less_equal(rest, broadcast(kNegligibleSquare));
-    const Vector<A> image = -with_sign_of<A>(square_root(first * first + rest), first);
+    const Vector<A> image = -copysign<A>(sqrt(first * first + rest), first);
     put(select(is_reduced, Vector<A>{}, (image - first) / image), tau_, i);
     const Vector<A> scale = select(is_reduced, Vector<A>{}, A(1) / (first - image));
     for (int64_t j = 0; j < i - 1; ++j) {
@@ -125,7 +125,7 @@ class Tridiagonalization {
   template <bool kUpdate, int kRows>
   OVERTONE_INLINE void multiply_rows(int64_t i, int64_t row) const {
     // Local copies: the compiler must take every store of a vector for a change of any member.
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     A* products = products_;
     const A* v = reflector(i);
     const A* old_v = kUpdate ? reflector(i + 1) : v;
@@ -196,8 +196,8 @@ class Tridiagonalization {
 
   // All reflectors on columns of Q. The pass that applies one also multiplies by the next.
   template <int kColumns>
-  OVERTONE_INLINE void reflect(int64_t column, LaneMatrix<A> q) const {
-    const LaneMatrix<A> a = a_;
+  OVERTONE_INLINE void reflect(int64_t column, InterleavedMatrix<A> q) const {
+    const InterleavedMatrix<A> a = a_;
     const A* tau = tau_;
     const int64_t n = n_;
     Vector<A> dots[kColumns] = {};
@@ -229,7 +229,7 @@ class Tridiagonalization {
   }
 
   template <int kColumns>
-  static OVERTONE_INLINE void add_products(const LaneMatrix<A>& q, int64_t column, int64_t r, Vector<A> factor,
+  static OVERTONE_INLINE void add_products(const InterleavedMatrix<A>& q, int64_t column, int64_t r, Vector<A> factor,
                                            Vector<A> (&sums)[kColumns]) {
     OVERTONE_UNROLL
     for (int k = 0; k < kColumns; ++k) {
@@ -237,7 +237,7 @@ class Tridiagonalization {
     }
   }
 
-  LaneMatrix<A> a_;
+  InterleavedMatrix<A> a_;
   int64_t n_;
   A* tau_;       // [n]
   A* products_;  // [n]

@@ -23,7 +23,7 @@ class Inverse {
         row_of_(row_scratch_.take(size)) {}
 
   // a⁻¹ to contiguous `inverse`; false if the matrix is singular or not finite.
-  bool run(const MatrixRows& a, A* inverse) {
+  bool run(const StridedMatrix& a, A* inverse) {
     pack_block(a, 0, 0, size_, size_, lu_, ld_);
     if (!factor()) {
       return false;
@@ -100,11 +100,11 @@ class Inverse {
     A* right = lu_ + first * ld_ + end;
     solve_triangular<A, Triangle::unit_lower>(lu_ + first * ld_ + first, ld_, end - first, right, ld_, size_ - end);
     const int vectors = static_cast<int>(padded_to(size_ - end, kLanes<A>) / kLanes<A>);
-    gemm<A, Operand::rows>(size_ - end, vectors, end - first, lu_ + end * ld_ + first, ld_, right, ld_,
-                           [&](int64_t row, int v, Vector<A> sum) {
-                             A* out = lu_ + (end + row) * ld_ + end + v * kLanes<A>;
-                             store_full(load_full(out) - sum, out);
-                           });
+    gemm<A, Operand::row_major>(size_ - end, vectors, end - first, lu_ + end * ld_ + first, ld_, right, ld_,
+                                [&](int64_t row, int v, Vector<A> sum) {
+                                  A* out = lu_ + (end + row) * ld_ + end + v * kLanes<A>;
+                                  store_full(load_full(out) - sum, out);
+                                });
   }
 
   int64_t size_, ld_;
@@ -121,7 +121,7 @@ void invert_items(const InverseParams& params, int64_t begin, int64_t end) {
   Inverse<A> inverse(params.size);
   for (int64_t index = begin; index < end; ++index) {
     A* out = static_cast<A*>(params.inverse) + index * elements;
-    params.info[index] = inverse.run(member_rows<A>(params.a, index), out) ? kSolved : kUnsolved;
+    params.info[index] = inverse.run(matrix_rows<A>(params.a, index), out) ? kSolved : kUnsolved;
     if (params.info[index] != kSolved) {
       std::fill(out, out + elements, std::numeric_limits<A>::quiet_NaN());
     }
@@ -129,8 +129,7 @@ void invert_items(const InverseParams& params, int64_t begin, int64_t end) {
 }
 
 inline void invert(const InverseParams& params, int64_t begin, int64_t end) {
-  params.type == ElementType::float64 ? invert_items<double>(params, begin, end)
-                                      : invert_items<float>(params, begin, end);
+  params.type == Dtype::float64 ? invert_items<double>(params, begin, end) : invert_items<float>(params, begin, end);
 }
 
 extern const InverseKernels inverse_kernels = {OVERTONE_ISA_NAME, &invert};

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor> inverse_ex(Tensor a) {
   Tensor inverse = allocated(a, sizes);
   sizes.resize(sizes.size() - 2);
   Tensor info = allocated(a, sizes, ScalarType::Int);
-  const InverseParams params{element_type(a, op, "A"), a.size(-1), matrices.batch, inverse.data_ptr(),
+  const InverseParams params{dtype_of(a, op, "A"), a.size(-1), matrices.batch, inverse.data_ptr(),
                              static_cast<int32_t*>(info.data_ptr())};
   const auto& run = inverse_kernels_table.get(op).run;
   const double n = static_cast<double>(params.size);

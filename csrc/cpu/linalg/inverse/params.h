@@ -10,7 +10,7 @@
 namespace overtone {
 
 struct InverseParams {
-  ElementType type;
+  Dtype type;
   int64_t size = 0;
   MatrixBatch a;
   void* inverse = nullptr;  // [count, size, size]

@@ -19,7 +19,7 @@ OVERTONE_INLINE Vector<A> inverse_power_of_two(Vector<A> largest) {
   typedef typename VectorOf<Bits<A>>::type IntegerVector;
   constexpr int kMantissa = std::numeric_limits<A>::digits - 1;
   constexpr Bits<A> kHighest = 2 * std::numeric_limits<A>::max_exponent - 2;  // 254, 2046
-  const IntegerVector exponent = (IntegerVector)absolute<A>(largest) >> kMantissa;
+  const IntegerVector exponent = (IntegerVector)abs<A>(largest) >> kMantissa;
   const IntegerVector inverse = kHighest - exponent;
   return (Vector<A>)((inverse > 1 ? inverse : IntegerVector{} + 1) << kMantissa);
 }
@@ -33,7 +33,7 @@ constexpr A kSmallSize = A{0x1p-10};
 template <class A>
 OVERTONE_INLINE Vector<A> larger_magnitude(Vector<A> v, std::type_identity_t<Vector<A>> largest) {
   typedef typename VectorOf<Bits<A>>::type IntegerVector;
-  const IntegerVector magnitude = (IntegerVector)absolute<A>(v);
+  const IntegerVector magnitude = (IntegerVector)abs<A>(v);
   return (Vector<A>)(magnitude > (IntegerVector)largest ? magnitude : (IntegerVector)largest);
 }
 
@@ -69,7 +69,7 @@ class Householder {
 
   // Takes a matrix; false if it is not finite. Columns of an unusual size are scaled, each by its own power of two:
   // that scales the same column of R and leaves Q alone.
-  bool load(const MatrixRows& a) {
+  bool load(const StridedMatrix& a) {
     pack_block(transposed(a), 0, 0, columns_, rows_, x_, ld_);
     std::fill(signs_, signs_ + ld_, A{1});
     is_scaled_ = false;
@@ -110,7 +110,7 @@ class Householder {
       not_finite += is_scaled_ ? part * A{0} : Vector<A>{};
       return part;
     });
-    return sum_of_lanes<A>(not_finite) == 0;
+    return reduce_add<A>(not_finite) == 0;
   }
 
   // Q's first columns, contiguous. R is lost.
@@ -336,7 +336,7 @@ class Householder {
     const A* v = panel_rows(first);
     const auto unchanged = [](int64_t, int64_t, Vector<A> part) { return part; };
     store_transposed(t_columns_, kPanel, kPanel, kPanel, t_, kPanel, unchanged);
-    gemm<A, Operand::rows>(rows, kPanelVectors, kPanel, v, kPanel, t_, kPanel, StoreTo<A>{y_rows_, kPanel});
+    gemm<A, Operand::row_major>(rows, kPanelVectors, kPanel, v, kPanel, t_, kPanel, StoreTo<A>{y_rows_, kPanel});
     store_columns(v, rows, v_);
     store_columns(y_rows_, rows, y_ + first * ld_);
   }
@@ -375,7 +375,7 @@ class Householder {
   // From `count` rows, elements from `first` on: w R.
   void subtract_product(int64_t first, int64_t count, const A* right, A* rows) const {
     const int vectors = static_cast<int>(padded_to(rows_ - first, kLanes<A>) / kLanes<A>);
-    gemm<A, Operand::rows>(count, vectors, kPanel, w_, kPanel, right, ld_, SubtractFrom<A>{rows, ld_});
+    gemm<A, Operand::row_major>(count, vectors, kPanel, w_, kPanel, right, ld_, SubtractFrom<A>{rows, ld_});
   }
 
   int64_t rows_, columns_, q_columns_, rank_, ld_, panels_;

@@ -19,17 +19,17 @@ void qr_forward_items(const QrForward& call, int64_t begin, int64_t end) {
     return;
   }
   Householder<A> householder(call.rows, call.columns, call.q_columns);
-  for (int64_t member = begin; member < end; ++member) {
-    bool is_solved = householder.load(member_rows<A>(call.a, member));
+  for (int64_t index = begin; index < end; ++index) {
+    bool is_solved = householder.load(matrix_rows<A>(call.a, index));
     if (is_solved) {
       householder.factor();
-      is_solved = householder.store_r(call.r_rows, static_cast<A*>(call.r) + member * call.r_rows * call.columns);
+      is_solved = householder.store_r(call.r_rows, static_cast<A*>(call.r) + index * call.r_rows * call.columns);
     }
-    call.info[member] = is_solved ? 0 : 1;
+    call.info[index] = is_solved ? 0 : 1;
     if (!is_solved) {
-      poison_results<A>(call, member);
+      poison_results<A>(call, index);
     } else if (call.q_columns > 0) {
-      householder.store_q(static_cast<A*>(call.q) + member * call.rows * call.q_columns);
+      householder.store_q(static_cast<A*>(call.q) + index * call.rows * call.q_columns);
     }
   }
 }
@@ -51,25 +51,25 @@ class QrGradient {
         panel_(scratch_.take(multiply_scratch<A>(columns_, rows_))),
         scaled_r_(scratch_.take(columns_ * columns_)) {}
 
-  void run(int64_t member) {
-    const A* q = static_cast<const A*>(call_.q) + member * rows_ * columns_;
-    const A* r = static_cast<const A*>(call_.r) + member * columns_ * columns_;
-    A* grad_a = static_cast<A*>(call_.grad_a) + member * rows_ * columns_;
-    call_.singular[member] = 0;
+  void run(int64_t index) {
+    const A* q = static_cast<const A*>(call_.q) + index * rows_ * columns_;
+    const A* r = static_cast<const A*>(call_.r) + index * columns_ * columns_;
+    A* grad_a = static_cast<A*>(call_.grad_a) + index * rows_ * columns_;
+    call_.singular[index] = 0;
     for (int64_t j = 0; j < columns_; ++j) {
       const A diagonal = r[j * columns_ + j];
       if (std::isnan(diagonal)) {
         std::fill(grad_a, grad_a + rows_ * columns_, A{0});
         return;
       }
-      call_.singular[member] |= diagonal == 0;
+      call_.singular[index] |= diagonal == 0;
     }
-    load_grad_q(member);
+    load_grad_q(index);
     const A scale = scale_of(r);
     if (scale != 1) {
       r = scaled(r, scale);
     }
-    make_lower(member, q, r);
+    make_lower(index, q, r);
     mirror_lower(c_, ld_square_, columns_);
     add_product(q);
     for (int64_t column = 0; column < rows_; column += kPanelColumns<A>) {
@@ -83,7 +83,7 @@ class QrGradient {
   // With R and ∂Q scaled by one number ∂A is the same. A power of two by which R ∂Rᵀ neither overflows nor loses digits
   // among subnormal numbers; 1 for an R of usual size.
   A scale_of(const A* r) const {
-    constexpr int kMost = std::numeric_limits<A>::max_exponent - 1;
+    constexpr int kMaxExponent = std::numeric_limits<A>::max_exponent - 1;
     const A largest = largest_of(r);
     if (largest == 0 || (largest < kUsual && 1 / kUsual < largest)) {
       return 1;
@@ -92,8 +92,8 @@ class QrGradient {
     for (int64_t j = 0; j < columns_; ++j) {
       least = std::min(least, r[j * columns_ + j]);
     }
-    const int room = least == 0 ? 0 : std::max(__builtin_ilogb(least) + kMost - 1, 0);
-    return static_cast<A>(__builtin_ldexp(1.0, -std::clamp(__builtin_ilogb(largest), -kMost, room)));
+    const int room = least == 0 ? 0 : std::max(__builtin_ilogb(least) + kMaxExponent - 1, 0);
+    return static_cast<A>(__builtin_ldexp(1.0, -std::clamp(__builtin_ilogb(largest), -kMaxExponent, room)));
   }
 
   A largest_of(const A* r) const {
@@ -101,9 +101,9 @@ class QrGradient {
     Vector<A> largest{};
     int64_t i = 0;
     for (; i + kLanes<A> <= size; i += kLanes<A>) {
-      largest = larger<A>(absolute<A>(load_full(r + i)), largest);
+      largest = max<A>(abs<A>(load_full(r + i)), largest);
     }
-    return largest_lane<A>(larger<A>(absolute<A>(load(r + i, 1, static_cast<int>(size - i))), largest));
+    return reduce_max<A>(max<A>(abs<A>(load(r + i, 1, static_cast<int>(size - i))), largest));
   }
 
   // R, into memory of its own; ∂Q where it is.
@@ -117,20 +117,20 @@ class QrGradient {
     return scaled_r_;
   }
 
-  void load_grad_q(int64_t member) {
+  void load_grad_q(int64_t index) {
     if (call_.grad_q.data == nullptr) {
       std::fill(x_, x_ + columns_ * ld_, A{0});
       return;
     }
-    const MatrixRows grad_q = member_rows<A>(call_.grad_q, member);
+    const StridedMatrix grad_q = matrix_rows<A>(call_.grad_q, index);
     pack_block(transposed(grad_q), 0, 0, columns_, rows_, x_, ld_);
   }
 
   // The lower triangle of R ∂Rᵀ − ∂Qᵀ Q.
-  void make_lower(int64_t member, const A* q, const A* r) {
+  void make_lower(int64_t index, const A* q, const A* r) {
     std::fill(c_, c_ + columns_ * ld_square_, A{0});
     if (call_.grad_r.data != nullptr) {
-      const MatrixRows grad_r = member_rows<A>(call_.grad_r, member);
+      const StridedMatrix grad_r = matrix_rows<A>(call_.grad_r, index);
       multiply<A>(
           columns_, columns_, r, columns_, panel_,
           [&](int64_t column, int64_t width, int64_t depth, A* out, int64_t ld) {
@@ -183,19 +183,18 @@ class QrGradient {
 template <class A>
 void qr_backward_items(const QrBackward& call, int64_t begin, int64_t end) {
   QrGradient<A> gradient(call);
-  for (int64_t member = begin; member < end; ++member) {
-    gradient.run(member);
+  for (int64_t index = begin; index < end; ++index) {
+    gradient.run(index);
   }
 }
 
 inline void qr_forward(const QrForward& call, int64_t begin, int64_t end) {
-  call.type == ElementType::float64 ? qr_forward_items<double>(call, begin, end)
-                                    : qr_forward_items<float>(call, begin, end);
+  call.type == Dtype::float64 ? qr_forward_items<double>(call, begin, end) : qr_forward_items<float>(call, begin, end);
 }
 
 inline void qr_backward(const QrBackward& call, int64_t begin, int64_t end) {
-  call.type == ElementType::float64 ? qr_backward_items<double>(call, begin, end)
-                                    : qr_backward_items<float>(call, begin, end);
+  call.type == Dtype::float64 ? qr_backward_items<double>(call, begin, end)
+                              : qr_backward_items<float>(call, begin, end);
 }
 
 extern const QrKernels qr_kernels = {OVERTONE_ISA_NAME, &qr_forward, &qr_backward};

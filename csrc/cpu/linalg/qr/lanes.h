@@ -10,10 +10,10 @@ namespace overtone::OVERTONE_ISA {
 
 // A matrix that has no decomposition has NaN for one.
 template <class A>
-void poison_results(const QrForward& call, int64_t member) {
+void poison_results(const QrForward& call, int64_t index) {
   constexpr A kNaN = std::numeric_limits<A>::quiet_NaN();
-  A* q = static_cast<A*>(call.q) + member * call.rows * call.q_columns;
-  A* r = static_cast<A*>(call.r) + member * call.r_rows * call.columns;
+  A* q = static_cast<A*>(call.q) + index * call.rows * call.q_columns;
+  A* r = static_cast<A*>(call.r) + index * call.r_rows * call.columns;
   std::fill(q, q + call.rows * call.q_columns, kNaN);
   std::fill(r, r + call.r_rows * call.columns, kNaN);
 }
@@ -105,11 +105,11 @@ class LaneQr {
   explicit LaneQr(const QrForward& call)
       : call_(call),
         rank_(std::min(call.rows, call.columns)),
-        scratch_(Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.columns)) +
-                 Scratch<A>::padded(LaneMatrix<A>::size(call.rows, call.q_columns)) +
+        scratch_(Scratch<A>::padded(InterleavedMatrix<A>::size(call.rows, call.columns)) +
+                 Scratch<A>::padded(InterleavedMatrix<A>::size(call.rows, call.q_columns)) +
                  3 * Scratch<A>::padded(call.rows * kLanes<A>) + Scratch<A>::padded(call.columns * kLanes<A>)),
-        a_(scratch_.take(LaneMatrix<A>::size(call.rows, call.columns)), call.columns),
-        q_(scratch_.take(LaneMatrix<A>::size(call.rows, call.q_columns)), call.q_columns),
+        a_(scratch_.take(InterleavedMatrix<A>::size(call.rows, call.columns)), call.columns),
+        q_(scratch_.take(InterleavedMatrix<A>::size(call.rows, call.q_columns)), call.q_columns),
         taus_(scratch_.take(call.rows * kLanes<A>)),
         signs_(scratch_.take(call.rows * kLanes<A>)),
         overlaps_(scratch_.take(call.rows * kLanes<A>)),
@@ -140,17 +140,17 @@ class LaneQr {
 
  private:
   // Gathers the lines that the group from `first` on is read from and written to, so that they are asked for bit by bit
-  // beside the arithmetic of the group before it: coming_.fetch() is called 2 · rank times. Waiting for them took as
-  // long as half the arithmetic at n = 16; of matrices below n = 8 asking takes longer.
+  // beside the arithmetic of the group before it: prefetcher_.prefetch_row() is called 2 · rank times. Waiting for them
+  // took as long as half the arithmetic at n = 16; of matrices below n = 8 asking takes longer.
   void expect_group(int64_t first) {
-    coming_.clear();
+    prefetcher_.clear();
     constexpr int64_t kWorthAsking = 8;
     if (rank_ < kWorthAsking || first + kLanes<A> > call_.a.count) {
       return;
     }
     const auto add = [&](const void* data, int64_t begin, int64_t size) {
       const int64_t piece = std::max<int64_t>(1, size * kLanes<A> / (2 * rank_));
-      coming_.add(buffer_rows<A>(data, begin, piece), size * kLanes<A> / piece, piece);
+      prefetcher_.add(buffer_rows<A>(data, begin, piece), size * kLanes<A> / piece, piece);
     };
     const int64_t q_size = call_.rows * call_.q_columns;
     const int64_t r_size = call_.r_rows * call_.columns;
@@ -167,7 +167,7 @@ class LaneQr {
   // alone. Returns which lanes are finite. (Here and below a local copy of a member: the member would be read again
   // after every store.)
   Mask<A> normalize() {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const int64_t rows = call_.rows;
     const Vector<A> one = broadcast(A{1}), small = broadcast(kSmallSize<A>);
     Vector<A> largest_of_all{};
@@ -220,14 +220,14 @@ class LaneQr {
   // Not inlined: neighbours decide whether a lane is measured once or twice, and the compiler must not round the two
   // differently (a product and a sum may become one operation or stay two).
   __attribute__((noinline)) void measure(int64_t k, const Vector<A>& scale, Column& column) const {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const Vector<A> factor = scale;
     const Vector<A> head = a.get(k, k) * factor;
     const Vector<A> below = sum_over_rows(k + 1, [&](int64_t i) {
       const Vector<A> part = a.get(i, k) * factor;
       return part * part;
     });
-    column = {head, below, square_root(head * head + below)};
+    column = {head, below, sqrt(head * head + below)};
   }
 
   // For every lane whose column is of an unusual size the power of two that makes it usual, otherwise 1: squares must
@@ -242,7 +242,7 @@ class LaneQr {
 
   // The reflector I − τ v vᵀ that clears column k below the diagonal; v replaces the column.
   void make_reflector(int64_t k) {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const int64_t rows = call_.rows;
     const Vector<A> one = broadcast(A{1});
     Vector<A> scale = one;
@@ -256,29 +256,29 @@ class LaneQr {
     }
     const auto [head, below, norm] = column;
     const Mask<A> is_clear = equal(below, Vector<A>{});
-    const Vector<A> diagonal = select(is_clear, head, with_sign_of<A>(norm, -head));
+    const Vector<A> diagonal = select(is_clear, head, copysign<A>(norm, -head));
     const Vector<A> inverse = select(is_clear, Vector<A>{}, one / (head - diagonal));
     for (int64_t i = k + 1; i < rows; ++i) {
       a.set(i, k, a.get(i, k) * scale * inverse);  // one after the other: scale · inverse may overflow
     }
     store_full(select(is_clear, Vector<A>{}, (diagonal - head) / diagonal), taus_ + k * kLanes<A>);
     a.set(k, k, all(usual) ? diagonal : diagonal / scale);
-    store_full(with_sign_of<A>(one, diagonal), signs_ + k * kLanes<A>);
+    store_full(copysign<A>(one, diagonal), signs_ + k * kLanes<A>);
   }
 
   // Two reflectors at a time: the second one's column meets the first alone, all columns behind it both at once.
   void factor() {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const int64_t columns = call_.columns;
     int64_t k = 0;
     for (; k + 2 <= rank_; k += 2) {
-      coming_.fetch();
+      prefetcher_.prefetch_row();
       make_reflector(k);
       reflect_columns<1, true>(single(k), a.at(k, k + 1), a.row_stride, 1);
-      coming_.fetch();
+      prefetcher_.prefetch_row();
       make_reflector(k + 1);
       store_full(overlap(k), overlaps_ + k * kLanes<A>);
-      coming_.fetch();
+      prefetcher_.prefetch_row();
       reflect_columns<2, true>(pair(k, false), a.at(k, k + 2), a.row_stride, columns - k - 2);
     }
     if (k < rank_) {
@@ -307,7 +307,7 @@ class LaneQr {
 
   // The dot product of the vectors of reflectors k and k + 1, times both their τ.
   Vector<A> overlap(int64_t k) const {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const Vector<A> sum = sum_over_rows(k + 2, [&](int64_t i) { return a.get(i, k) * a.get(i, k + 1); });
     return tau(k) * tau(k + 1) * (a.get(k + 1, k) + sum);
   }
@@ -327,7 +327,7 @@ class LaneQr {
     }
     while (k > 0) {
       k -= 2;
-      coming_.fetch();
+      prefetcher_.prefetch_row();
       reflect_columns<2, false>(pair(k, true), q_.at(k, k + 2), q_.row_stride, call_.q_columns - k - 2);
       reflect_identity<2>(k, pair(k, true));
     }
@@ -336,7 +336,7 @@ class LaneQr {
   // The reflectors' own columns of Q, until now those of the identity.
   template <int kReflectors>
   void reflect_identity(int64_t k, const LaneReflectors<A>& reflectors) {
-    const LaneMatrix<A> a = a_, q = q_;
+    const InterleavedMatrix<A> a = a_, q = q_;
     const int64_t rows = call_.rows;
     const Vector<A> sign0 = load_full(signs_ + k * kLanes<A>);
     const Vector<A> factor00 = reflectors.t00 * sign0;
@@ -363,7 +363,7 @@ class LaneQr {
 
   // R's zeros and signs, and its columns' own sizes; the lanes in which no element is beyond the largest number.
   Mask<A> finish_r() {
-    const LaneMatrix<A> a = a_;
+    const InterleavedMatrix<A> a = a_;
     const int64_t columns = call_.columns;
     Vector<A> not_finite{};
     for (int64_t i = 0; i < call_.r_rows; ++i) {
@@ -385,14 +385,14 @@ class LaneQr {
   const QrForward& call_;
   int64_t rank_;
   Scratch<A> scratch_;
-  LaneMatrix<A> a_;
-  LaneMatrix<A> q_;
+  InterleavedMatrix<A> a_;
+  InterleavedMatrix<A> q_;
   A* taus_;
   A* signs_;
   A* overlaps_;  // of the pairs
   A* unscales_;  // of the columns, where any is scaled
   bool is_scaled_ = false;
-  ComingRows coming_;
+  Prefetcher prefetcher_;
 };
 
 }  // namespace overtone::OVERTONE_ISA

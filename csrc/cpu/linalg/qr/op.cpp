@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> qr_ex(Tensor a, bool complete, bool need_q) {
   check_fits(complete ? a.size(-2) : 0, a.size(-2));
   const MatricesView matrices(a);
   QrForward call;
-  call.type = element_type(a, op, "A");
+  call.type = dtype_of(a, op, "A");
   call.rows = a.size(-2);
   call.columns = a.size(-1);
   call.r_rows = complete ? call.rows : std::min(call.rows, call.columns);
@@ -54,7 +54,7 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
   constexpr const char* op = "qr_backward";
   check_matrices(q, /*square=*/false, "Q", op);
   QrBackward call;
-  call.type = element_type(q, op, "Q");
+  call.type = dtype_of(q, op, "Q");
   call.rows = q.size(-2);
   call.columns = q.size(-1);
   std::vector<int64_t> leading = sizes_of(q);
@@ -88,7 +88,7 @@ Tensor qr_backward(std::optional<Tensor> grad_q, std::optional<Tensor> grad_r, T
                   [&](int64_t begin, int64_t end) { run.backward(call, begin, end); });
   const auto bad = std::find(singular.begin(), singular.end(), 1);
   if (bad != singular.end()) {
-    fail("qr", "no gradient: the columns of matrix", member_name(bad - singular.begin(), leading),
+    fail("qr", "no gradient: the columns of matrix", batch_index_name(bad - singular.begin(), leading),
          " of A are linearly dependent (R has a zero on its diagonal), so that Q is one of many");
   }
   return grad_a;

@@ -19,7 +19,7 @@ constexpr int64_t kSmallQr = 40 * 40;
 
 // A = QR with R's diagonal ≥ 0. A matrix that is not finite, or whose R is not, gets info 1, and its results are NaN.
 struct QrForward {
-  ElementType type;
+  Dtype type;
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t q_columns = 0;  // 0: only R is wanted
@@ -36,7 +36,7 @@ struct QrForward {
 // ∂A = (∂Q + Q copyltu(R ∂Rᵀ − ∂Qᵀ Q)) R⁻ᵀ, where copyltu mirrors the lower triangle; rows ≥ columns. A matrix whose R
 // is not finite gets zeros. Where R has a zero on its diagonal there is no gradient, and `singular` is 1.
 struct QrBackward {
-  ElementType type;
+  Dtype type;
   int64_t rows = 0;
   int64_t columns = 0;
   MatrixBatch grad_q;  // no data: no gradient

@@ -15,8 +15,8 @@ class Balance {
 
   // Whether some eigenvalues could be read off. With `keep_norms` the matrix is permuted, not scaled.
   OVERTONE_DEVICE bool run(bool keep_norms) {
-    survey();
-    const bool isolated = isolate();
+    row_column_norms();
+    const bool isolated = permute();
     if (!keep_norms) {
       balance();
     }
@@ -28,17 +28,17 @@ class Balance {
 
  private:
   // Sums of moduli by rows and by columns, without the diagonal, and the largest modulus.
-  OVERTONE_DEVICE void survey() {
+  OVERTONE_DEVICE void row_column_norms() {
     a_.for_rows(
-        team_, 0, n_, [&](int i, int j) { return i == j ? T(0) : magnitude(a_.at(i, j)); },
+        team_, 0, n_, [&](int i, int j) { return i == j ? T(0) : abs(a_.at(i, j)); },
         [&](int i, T sum) { rows_[i] = sum; });
     T largest = 0;
     for (int j = team_.rank(); j < n_; j += team_.size()) {
       T sum = 0;
       for (int i = 0; i < n_; ++i) {
-        const T size = magnitude(a_.at(i, j));
+        const T size = abs(a_.at(i, j));
         sum += i == j ? T(0) : size;
-        largest = larger(largest, size);
+        largest = max(largest, size);
       }
       columns_[j] = sum;
     }
@@ -47,7 +47,7 @@ class Balance {
 
   // Where a row or column has nothing off the diagonal, the diagonal is an eigenvalue: permuted to the end or the
   // beginning it splits off exactly. A triangular matrix, causal attention, is solved by this alone.
-  OVERTONE_DEVICE bool isolate() {
+  OVERTONE_DEVICE bool permute() {
     T found = 0;
     for (int i = team_.rank(); i < n_; i += team_.size()) {
       found = rows_[i] == 0 || columns_[i] == 0 ? T(1) : found;
@@ -74,7 +74,7 @@ class Balance {
       ++begin;
       team_.sync();
     }
-    survey();
+    row_column_norms();
     return true;
   }
 
@@ -127,7 +127,7 @@ class Balance {
   OVERTONE_DEVICE void balance() {
     T unlike = 0;
     for (int i = team_.rank(); i < n_; i += team_.size()) {
-      const T diagonal = magnitude(a_.at(i, i)), row = rows_[i] + diagonal, column = columns_[i] + diagonal;
+      const T diagonal = abs(a_.at(i, i)), row = rows_[i] + diagonal, column = columns_[i] + diagonal;
       const bool connected = rows_[i] > 0 && columns_[i] > 0;
       unlike = connected && (row * kUnlike < column || column * kUnlike < row) ? T(1) : unlike;
       scale_[i] = 1;
@@ -138,7 +138,7 @@ class Balance {
     const T before = largest_;
     for (int round = 0; round < kRounds && balance_once(); ++round) {
     }
-    take_back_unless_smaller(before);
+    undo_if_harmful(before);
   }
 
   // Whether something changed.
@@ -148,18 +148,18 @@ class Balance {
       const T scale = scale_[i];  // read before the sums wait for everybody: one thread will write it
       T row = 0, column = 0;
       for (int k = team_.rank(); k < n_; k += team_.size()) {
-        row += magnitude(a_.at(i, k));
-        column += magnitude(a_.at(k, i));
+        row += abs(a_.at(i, k));
+        column += abs(a_.at(k, i));
       }
       row = team_.sum(row);
       column = team_.sum(column);
-      const T diagonal = magnitude(a_.at(i, i));
+      const T diagonal = abs(a_.at(i, i));
       if (!(diagonal < row && diagonal < column)) {
         continue;
       }
-      const T factor = power_of_two_below(root(row / column) * T(1.41421356));
+      const T factor = power_of_two_below(sqrt(row / column) * T(1.41421356));
       const bool is_better = column * factor + row / factor < kGain * (column + row);
-      if (!is_better || !(1 / kMostScale < scale * factor && scale * factor < kMostScale)) {
+      if (!is_better || !(1 / kMaxScale < scale * factor && scale * factor < kMaxScale)) {
         continue;
       }
       changed = true;
@@ -178,12 +178,12 @@ class Balance {
 
   // Errors of the balanced matrix come back multiplied by up to the ratio of the factors. Where the balanced matrix is
   // not smaller by as much, nearly reducible attention for instance, balancing would do harm.
-  OVERTONE_DEVICE void take_back_unless_smaller(T before) {
-    survey();
-    T most = 0, least = kMost<T>;
+  OVERTONE_DEVICE void undo_if_harmful(T before) {
+    row_column_norms();
+    T most = 0, least = kMax<T>;
     for (int i = team_.rank(); i < n_; i += team_.size()) {
-      most = larger(most, scale_[i]);
-      least = smaller(least, scale_[i]);
+      most = max(most, scale_[i]);
+      least = min(least, scale_[i]);
     }
     most = team_.largest(most);
     least = team_.smallest(least);
@@ -203,7 +203,7 @@ class Balance {
   static constexpr T kGain = T(0.95);
   static constexpr T kHarm = 4;
   static constexpr int kRounds = 20;
-  static constexpr T kMostScale = sizeof(T) == 8 ? T(0x1p500) : T(0x1p60);  // two have a ratio
+  static constexpr T kMaxScale = sizeof(T) == 8 ? T(0x1p500) : T(0x1p60);  // two have a ratio
 
   Team& team_;
   DenseMatrix<T, in_shared> a_;

@@ -1,6 +1,6 @@
 // Eigenvalues of a Hessenberg matrix: Francis' double shift. As cpu/linalg/eig/francis.h.
 //
-// One warp, the chief, finds the window, chooses the shifts and chases the bulge through the part of the matrix near
+// One warp, the leader, finds the window, chooses the shifts and chases the bulge through the part of the matrix near
 // the diagonal, a few reflectors at a time; all threads of the team then apply those to the rest of the window, each
 // element loaded and stored once. Where the team is a warp everything is near.
 #pragma once
@@ -36,7 +36,7 @@ struct Reflector {
 
 // Reflectors [k0, k1) of the window's rows [top, bottom], near: up to this column they have been applied.
 template <class T>
-struct FarWork {
+struct TrailingUpdate {
   static constexpr int kReflectors = 8;
   Reflector<T> reflectors[kReflectors];
   int k0, k1, near, top, bottom;
@@ -44,27 +44,28 @@ struct FarWork {
   Scale<T> scale, balanced_scale;  // of the matrix: they wait here rather than in registers
 };
 
-// What the chief knows; the same in each of its lanes.
+// What the leader knows; the same in each of its lanes.
 template <class T, class H>
 class Francis {
  public:
-  // `near_steps`: reflectors between two calls of the far work; `real`, `imag`: the eigenvalues, in shared memory.
+  // `near_steps`: reflectors between two calls of the trailing update; `real`, `imag`: the eigenvalues, in shared
+  // memory.
   OVERTONE_DEVICE Francis(const H& h, int near_steps, T* real, T* imag)
       : h_(h), lane_(threadIdx.x % kWarp), near_steps_(near_steps), real_(real), imag_(imag), last_(h.n - 1), k_(h.n) {}
 
-  // To be called by the chief before the first reflectors.
+  // To be called by the leader before the first reflectors.
   OVERTONE_DEVICE void measure() {
     for (int i = 0; i < h_.n; ++i) {
       for (int j = (i > 0 ? i - 1 : 0) + lane_; j < h_.n; j += kWarp) {
-        norm_ = larger(norm_, magnitude(h_.at(i, j)));
+        norm_ = max(norm_, abs(h_.at(i, j)));
       }
     }
-    norm_ = reduce_warp(norm_, [](T a, T b) { return larger(a, b); });
+    norm_ = reduce_warp(norm_, [](T a, T b) { return max(a, b); });
     __syncwarp();
   }
 
   // The next reflectors. Lane 0 writes `work`; everybody must have read the previous one.
-  OVERTONE_DEVICE void next(FarWork<T>& work) {
+  OVERTONE_DEVICE void next(TrailingUpdate<T>& work) {
     if (k_ >= last_) {  // the sweep is over
       find_window();
       const bool converged = last_ < 0, done = converged || total_sweeps_ == 30 * (h_.n < 10 ? 10 : h_.n);
@@ -81,7 +82,7 @@ class Francis {
     const int near = k1 + 2 < last_ ? k1 + 2 : last_;
     for (int k = k0; k < k1; ++k) {
       const Reflector<T> reflector = step(k, k0, near);
-      if (lane_ == 0 && k - k0 < FarWork<T>::kReflectors) {
+      if (lane_ == 0 && k - k0 < TrailingUpdate<T>::kReflectors) {
         work.reflectors[k - k0] = reflector;
       }
     }
@@ -102,10 +103,10 @@ class Francis {
       const int i = base - lane_;
       int cut = 0;
       if (i > 0) {
-        const T around = magnitude(h_.at(i, i)) + magnitude(h_.at(i - 1, i - 1));
-        cut = magnitude(h_.at(i, i - 1)) <= larger(kRounding<T> * around, negligible) ? i : 0;
+        const T around = abs(h_.at(i, i)) + abs(h_.at(i - 1, i - 1));
+        cut = abs(h_.at(i, i - 1)) <= max(kRounding<T> * around, negligible) ? i : 0;
       }
-      cut = reduce_warp(cut, [](int a, int b) { return larger(a, b); });
+      cut = reduce_warp(cut, [](int a, int b) { return max(a, b); });
       if (cut > 0) {
         return cut;
       }
@@ -115,7 +116,7 @@ class Francis {
 
   // The window [first, last] at the end; windows of one or two rows are done and left behind.
   OVERTONE_DEVICE void find_window() {
-    const T negligible = norm_ * (sweeps_ < kPatience ? Real<T>::kNothing : kRounding<T>);
+    const T negligible = norm_ * (sweeps_ < kPatience ? Real<T>::kTiny : kRounding<T>);
     while (last_ >= 0) {
       const int cut = find_cut(negligible);
       __syncwarp();  // everybody has read
@@ -145,24 +146,24 @@ class Francis {
   OVERTONE_DEVICE void split(int i) const {
     const T a = h_.at(i, i), b = h_.at(i, i + 1), c = h_.at(i + 1, i), d = h_.at(i + 1, i + 1);
     const T p = (a - d) * T(0.5);
-    const T more = larger(magnitude(b), magnitude(c)), rest = smaller(magnitude(b), magnitude(c));
+    const T more = max(abs(b), abs(c)), rest = min(abs(b), abs(c));
     const T rest_signed = (b < 0) != (c < 0) ? -rest : rest;
-    const T size = larger(magnitude(p), more), scale = size > 0 ? size : T(1);
+    const T size = max(abs(p), more), scale = size > 0 ? size : T(1);
     const T discriminant = p / scale * p + more / scale * rest_signed;
-    const T square_root = root(scale) * root(magnitude(discriminant));
+    const T root = sqrt(scale) * sqrt(abs(discriminant));
     if (lane_ != 0) {
       return;
     }
     if (discriminant >= 0) {
-      const T z = p < 0 ? p - square_root : p + square_root;
+      const T z = p < 0 ? p - root : p + root;
       real_[i] = d + z;
       // more / z may overflow where there is no rest, and infinity times zero is NaN.
       real_[i + 1] = z == 0 || rest == 0 ? d : d - more / z * rest_signed;
       imag_[i] = imag_[i + 1] = 0;
     } else {
       real_[i] = real_[i + 1] = d + p;
-      imag_[i] = square_root;
-      imag_[i + 1] = -square_root;
+      imag_[i] = root;
+      imag_[i + 1] = -root;
     }
   }
 
@@ -179,25 +180,25 @@ class Francis {
     const T h21 = h_.at(f + 2, f + 1);
     if (phase_ == kExceptional || phase_ == 2 * kExceptional) {  // stalled: shifts that are no eigenvalues
       const bool at_top = phase_ == kExceptional;
-      const T s = at_top ? magnitude(h10) + magnitude(h21) : magnitude(c) + magnitude(h_.at(l - 1, l - 2));
+      const T s = at_top ? abs(h10) + abs(h21) : abs(c) + abs(h_.at(l - 1, l - 2));
       a = T(0.75) * s + (at_top ? h00 : d);
       b = T(-0.4375) * s;
       c = s;
       d = a;
       phase_ = at_top ? phase_ : 0;
     }
-    const T size = magnitude(a) + magnitude(b) + magnitude(c) + magnitude(d);
-    const T scale = size > Real<T>::kNothing ? size : T(1), inverse = 1 / scale;
+    const T size = abs(a) + abs(b) + abs(c) + abs(d);
+    const T scale = size > Real<T>::kTiny ? size : T(1), inverse = 1 / scale;
     a *= inverse, b *= inverse, c *= inverse, d *= inverse;
     const T middle = (a + d) * T(0.5), determinant = (a - middle) * (d - middle) - b * c;
-    const T square_root = root(magnitude(determinant));
-    const T plus = middle + square_root, minus = middle - square_root;
-    const T closer = magnitude(plus - d) <= magnitude(minus - d) ? plus : minus;
+    const T root = sqrt(abs(determinant));
+    const T plus = middle + root, minus = middle - root;
+    const T closer = abs(plus - d) <= abs(minus - d) ? plus : minus;
     const bool is_complex = determinant > 0;
-    const T shift = (is_complex ? middle : closer) * scale, shift_imag = is_complex ? square_root * scale : T(0);
+    const T shift = (is_complex ? middle : closer) * scale, shift_imag = is_complex ? root * scale : T(0);
     const T difference = h00 - shift;
-    const T length = magnitude(difference) + magnitude(shift_imag) + magnitude(h10);
-    const T per_length = length > Real<T>::kNothing ? 1 / length : T(1), h10_scaled = h10 * per_length;
+    const T length = abs(difference) + abs(shift_imag) + abs(h10);
+    const T per_length = length > Real<T>::kTiny ? 1 / length : T(1), h10_scaled = h10 * per_length;
     start_[0] = h10_scaled * h01 + difference * (difference * per_length) + shift_imag * (shift_imag * per_length);
     start_[1] = h10_scaled * (h00 + h11 - 2 * shift);
     start_[2] = h10_scaled * h21;
@@ -212,8 +213,8 @@ class Francis {
     const T q = moves ? h_.at(k + 1, k - 1) : start_[1];
     const T r = !has_third ? T(0) : moves ? h_.at(k + 2, k - 1) : start_[2];
     const T squares = p * p + q * q + r * r;
-    const bool on = squares > Real<T>::kNothing * Real<T>::kNothing;
-    const T s = on ? with_sign_of(root(squares), p) : T(1);
+    const bool on = squares > Real<T>::kTiny * Real<T>::kTiny;
+    const T s = on ? copysign(sqrt(squares), p) : T(1);
     const T sum = p + s, per_sum = on ? 1 / sum : T(0), tau = on ? sum / s : T(0);
     const Reflector<T> reflector{tau, q * per_sum, r * per_sum, tau * (q * per_sum), tau * (r * per_sum)};
     for (int j = k + lane_; j <= near; j += kWarp) {
@@ -248,27 +249,27 @@ class Francis {
 
 // The reflectors on what is not near: rows k0… right of `near`, then the columns above k0.
 template <class T, class H>
-OVERTONE_DEVICE void reflect_far(const H& h, const FarWork<T>& work, int rank, int size) {
-  constexpr int kMost = FarWork<T>::kReflectors;
+OVERTONE_DEVICE void reflect_trailing(const H& h, const TrailingUpdate<T>& work, int rank, int size) {
+  constexpr int kMaxReflectors = TrailingUpdate<T>::kReflectors;
   const int k0 = work.k0, count = work.k1 - k0, right = work.bottom - work.near;
   // `places`: elements that the chain of reflectors touches.
   const int places = k0 + count + 1 < work.bottom ? count + 2 : work.bottom - k0 + 1;
   for (int item = rank; item < right + k0 - work.top; item += size) {
     const bool is_column = item < right;
     const int across = is_column ? work.near + 1 + item : work.top + item - right;
-    T part[kMost + 2];
+    T part[kMaxReflectors + 2];
     OVERTONE_UNROLL
-    for (int i = 0; i < kMost + 2; ++i) {
+    for (int i = 0; i < kMaxReflectors + 2; ++i) {
       part[i] = i >= places ? T(0) : is_column ? h.at(k0 + i, across) : h.at(across, k0 + i);
     }
     OVERTONE_UNROLL
-    for (int i = 0; i < kMost; ++i) {
+    for (int i = 0; i < kMaxReflectors; ++i) {
       if (i < count) {
         work.reflectors[i].apply(part[i], part[i + 1], part[i + 2]);
       }
     }
     OVERTONE_UNROLL
-    for (int i = 0; i < kMost + 2; ++i) {
+    for (int i = 0; i < kMaxReflectors + 2; ++i) {
       if (i < places) {
         (is_column ? h.at(k0 + i, across) : h.at(across, k0 + i)) = part[i];
       }

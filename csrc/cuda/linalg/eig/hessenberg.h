@@ -26,7 +26,7 @@ class HessenbergReduction {
 
  private:
   OVERTONE_DEVICE void split_perron() {
-    const T length = root(T(n_));
+    const T length = sqrt(T(n_));
     for (int i = team_.rank(); i < n_; i += team_.size()) {
       v_[i] = i == 0 ? T(1) : 1 / (1 + length);
     }
@@ -43,13 +43,13 @@ class HessenbergReduction {
     T size = 0;
     for (int i = k + 1 + team_.rank(); i < n_; i += team_.size()) {
       const T x = a_.at(i, k);
-      size = larger(size, magnitude(x));
+      size = max(size, abs(x));
       if (i == k + 1) {
         *head_ = x;
       }
     }
     size = team_.largest(size);
-    const bool some = size > Real<T>::kNothing;
+    const bool some = size > Real<T>::kTiny;
     const T per_scale = some ? 1 / size : T(1);
     T squares = 0;
     for (int i = k + 2 + team_.rank(); i < n_; i += team_.size()) {
@@ -62,7 +62,7 @@ class HessenbergReduction {
       clear_column(k, *head_);
       return;
     }
-    const T alpha = -with_sign_of(root(x * x + squares), x);
+    const T alpha = -copysign(sqrt(x * x + squares), x);
     const T per_difference = per_scale / (x - alpha);
     for (int i = k + 1 + team_.rank(); i < n_; i += team_.size()) {
       v_[i] = i == k + 1 ? T(1) : a_.at(i, k) * per_difference;

@@ -22,10 +22,10 @@ class EigSolver {
     return Team::kScratch + kWork + (in_shared ? vectors_size(n) : 2 * n) + H::size(n);
   }
 
-  OVERTONE_DEVICE EigSolver(const EigCall<T>& call, int64_t index, T* memory)
+  OVERTONE_DEVICE EigSolver(const EigParams<T>& call, int64_t index, T* memory)
       : call_(call), index_(index), n_(call.n), team_(memory) {
     memory += Team::kScratch;
-    work_ = reinterpret_cast<FarWork<T>*>(memory);
+    work_ = reinterpret_cast<TrailingUpdate<T>*>(memory);
     values_ = memory + kWork;
     T* const matrix = values_ + (in_shared ? vectors_size(n_) : 2 * n_);
     vectors_ = in_shared ? values_ : matrix;
@@ -53,7 +53,7 @@ class EigSolver {
   }
 
  private:
-  static constexpr int kWork = (sizeof(FarWork<T>) + sizeof(T) - 1) / sizeof(T);
+  static constexpr int kWork = (sizeof(TrailingUpdate<T>) + sizeof(T) - 1) / sizeof(T);
 
   // Of what balancing and the reduction need beside the matrix. It lies where the eigenvalues will be, or in global
   // memory's case the Hessenberg form, which is never smaller.
@@ -65,25 +65,24 @@ class EigSolver {
     for (int k = team_.rank(); k < n_ * n_; k += team_.size()) {
       const int i = k / n_, j = k % n_;
       const T x = call_.a.at(index_, i, j);
-      largest = larger(largest, size_or_infinity(x));
+      largest = max(largest, size_or_infinity(x));
       a_.at(i, j) = x;
     }
     largest_ = team_.largest(largest);
-    return largest_ <= kMost<T>;
+    return largest_ <= kMax<T>;
   }
 
   OVERTONE_DEVICE bool rows_sum_to_one() {
     const T tolerance = 4 * kRounding<T> * T(n_);
     T worst = 0;
     a_.for_rows(
-        team_, 0, n_, [&](int i, int j) { return a_.at(i, j); },
-        [&](int, T sum) { worst = larger(worst, magnitude(sum - 1)); });
+        team_, 0, n_, [&](int i, int j) { return a_.at(i, j); }, [&](int, T sum) { worst = max(worst, abs(sum - 1)); });
     return team_.largest(worst) <= tolerance;
   }
 
   // Numbers of a usual size are left alone.
   OVERTONE_DEVICE void scale(T largest, Scale<T>& kept) {
-    constexpr T kSafe = T(1e-6);  // far above kNothing, which is absolute
+    constexpr T kSafe = T(1e-6);  // far above kTiny, which is absolute
     const bool is_usual = largest == 0 || (largest > kSafe && largest < 1 / kSafe);
     const Scale<T> by = is_usual ? Scale<T>{} : Scale<T>::to_one(largest);
     if (team_.rank() == 0) {
@@ -105,9 +104,9 @@ class EigSolver {
   OVERTONE_DEVICE bool are_representable() {
     T largest = 0;
     for (int i = team_.rank(); i < 2 * n_; i += team_.size()) {
-      largest = larger(largest, size_or_infinity(at_own_size(values_[i])));
+      largest = max(largest, size_or_infinity(at_own_size(values_[i])));
     }
-    return team_.largest(largest) <= kMost<T>;
+    return team_.largest(largest) <= kMax<T>;
   }
 
   OVERTONE_DEVICE void pack() {
@@ -127,20 +126,20 @@ class EigSolver {
   OVERTONE_DEVICE bool francis() {
     T *const real = values_, *const imag = values_ + n_;
     const bool is_alone = team_.warps() == 1;  // then everything is near
-    Francis<T, H> chief(h_, is_alone ? n_ : FarWork<T>::kReflectors, real, imag);
+    Francis<T, H> leader(h_, is_alone ? n_ : TrailingUpdate<T>::kReflectors, real, imag);
     if (team_.warp() == 0) {
-      chief.measure();
+      leader.measure();
     }
     for (;;) {
       if (team_.warp() == 0) {
-        chief.next(*work_);
+        leader.next(*work_);
       }
       team_.sync();
       if (work_->done) {
         return work_->converged;
       }
       if (!is_alone) {
-        reflect_far(h_, *work_, team_.rank(), team_.size());
+        reflect_trailing(h_, *work_, team_.rank(), team_.size());
       }
       team_.sync();
     }
@@ -165,7 +164,7 @@ class EigSolver {
     int nearest = 0;
     T distance = kInfinity<T>;
     for (int i = 0; i < n_; ++i) {
-      const T candidate = magnitude(real[i] - 1);
+      const T candidate = abs(real[i] - 1);
       if (imag[i] == 0 && candidate < distance) {
         nearest = i;
         distance = candidate;
@@ -174,11 +173,11 @@ class EigSolver {
     return nearest;
   }
 
-  const EigCall<T>& call_;
+  const EigParams<T>& call_;
   int64_t index_;
   int n_;
   Team team_;
-  FarWork<T>* work_;
+  TrailingUpdate<T>* work_;
   T* values_;   // 2 n numbers: the eigenvalues
   T* vectors_;  // vectors_size(n) numbers
   Dense a_;
@@ -188,7 +187,7 @@ class EigSolver {
 
 // n ≤ 32, kWarpsPerBlock matrices per block.
 template <class T>
-__global__ void eig_warp(EigCall<T> call) {
+__global__ void eig_warp(EigParams<T> call) {
   using Solver = EigSolver<T, WarpTeam<T>, true>;
   const int warp = threadIdx.x / kWarp;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp;
@@ -199,7 +198,7 @@ __global__ void eig_warp(EigCall<T> call) {
 
 // threads_for(n) threads per block.
 template <class T, bool in_shared>
-__global__ void eig_block(EigCall<T> call) {
+__global__ void eig_block(EigParams<T> call) {
   EigSolver<T, BlockTeam<T>, in_shared>(call, blockIdx.x, shared_memory<T>()).run();
 }
 
