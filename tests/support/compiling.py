@@ -15,8 +15,8 @@ def check_compiles(
 ) -> None:
     """Compiles once with dynamic shapes, runs every call, compares outputs and gradients with eager.
 
-    `exact`: the op itself is opaque to the compiler, so the bits must agree, but for the gradients at the places `sums`,
-    which PyTorch sums: the compiler may choose another order. All calls must be served by one graph.
+    `exact`: the op itself is opaque to the compiler, so the bits must agree, but for the gradients at the places
+    `sums`, which PyTorch sums: the compiler may choose another order. All calls must be served by one graph.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
