@@ -129,7 +129,9 @@ CALLS: dict[str, OpCall] = {
         lambda v: (basis.inverse_basis(v, 1e5, _CACHE),), ((2, 3, 3),), _well_conditioned, takes_backend=False
     ),
     "orthonormal_basis_ex": OpCall(
-        lambda theta: (basis.orthonormal_basis_ex(theta, _CACHE).basis,), ((2, 3, 3),), _well_conditioned,
+        lambda theta: (basis.orthonormal_basis_ex(theta, _CACHE).basis,),
+        ((2, 3, 3),),
+        _well_conditioned,
         takes_backend=False,
     ),
     "inverse_basis_ex": OpCall(
