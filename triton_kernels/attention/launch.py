@@ -80,7 +80,8 @@ class Problem(NamedTuple):
     @property
     def rounded_weight(self) -> Tensor:
         """As kernels take it: contiguous, in the dtype that they multiply."""
-        return self.weight.to(self.query.dtype, memory_format=torch.contiguous_format)
+        # `to` leaves the strides of a tensor that has the dtype already, whatever memory_format says.
+        return self.weight.to(self.query.dtype).contiguous()
 
 
 class Plan(NamedTuple):

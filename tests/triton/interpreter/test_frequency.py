@@ -197,7 +197,7 @@ def case_contract(dtype):
     norms = torch.ops.overtone.frequency_norms(x, mask)
     calls = [
         ("frequency_norms", (x, mask)),
-        ("frequency_norms_backward", (*norms, x, *norms, mask)),
+        ("frequency_norms_backward", (*norms, x, *norms, mask, None)),
         ("frequency_filter", (x, low, high, mask, True)),
         ("frequency_filter_backward", (x, x, low, high, mask, False, True)),
         ("frequency_filter_backward", (x, None, low, high, mask, True, False)),
