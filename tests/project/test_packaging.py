@@ -284,7 +284,7 @@ class TestPureWheel:
     def test_runs_on_the_reference_and_says_so_once(self, installed_pure):
         lines = installed_pure.run("-c", RUN_AN_OP.format(backend="")).splitlines()
         assert lines[0].startswith(str(installed_pure.site_packages()))
-        assert lines[1].startswith("1 overtone runs on its PyTorch reference")
+        assert lines[1].startswith("1 falling back to the PyTorch reference")
 
     def test_refuses_the_cpu_backend_by_name(self, installed_pure):
         code = RUN_AN_OP.format(backend=", backend='cpu'")

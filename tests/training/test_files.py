@@ -205,7 +205,8 @@ def test_a_disk_that_fills_up_at_any_file(tmp_path):
     assert len(sizes) >= 4
     folder = tmp_path / "full"
     for size in sizes:
-        assert runs.statuses(runs.start(train_on_a_full_disk, folder, size - 1)) == [2]
+        # A checkpoint's header has figures that were measured: their digits make it a few bytes longer or shorter.
+        assert runs.statuses(runs.start(train_on_a_full_disk, folder, size - 64)) == [2]
         assert not [path for path in folder.iterdir() if "draft" in path.name or path.name.startswith(".tmp")]
     train(runs.TINY, folder, resume=True, progress=False)
     runs.check_same_bits(folder, tmp_path / "whole")
