@@ -15,12 +15,13 @@ SLACK = 2 * MB
 
 
 def peak(function) -> int:
+    """The median of three: a kernel that is short of memory may take pages back between two looks at its count."""
     call = Call(lambda _: function())
     call.results()
-    found = memory.peak_bytes(call)
-    if found is None:
+    found = [memory.peak_bytes(call) for _ in range(3)]
+    if None in found:
         pytest.skip("this system does not say how much memory a call takes")
-    return found
+    return sorted(found)[1]
 
 
 def ones(megabytes: int) -> torch.Tensor:
