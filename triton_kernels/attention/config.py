@@ -1,8 +1,9 @@
 """The configurations that attention's kernels are shipped with: by architecture, dtype, head width and mask.
 
 overtone.tools.config_search derives the table: an entry compiles without a spill and within the limits of every
-architecture of its column (`overtone kernels --check` proves it), and is the fastest of those by attention_cost.time.
-None was chosen by a measurement: no GPU has run them. OVERTONE_AUTOTUNE=1 measures (autotune.py).
+architecture of its column, and is the fastest of those by attention_cost.time. Some entries are smaller tiles put in by
+hand where the kernels grew; `overtone kernels --check` proves what it compiles. None was chosen by a measurement: no
+GPU has run them. OVERTONE_AUTOTUNE=1 measures (autotune.py).
 """
 
 from __future__ import annotations

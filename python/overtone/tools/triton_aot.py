@@ -168,7 +168,7 @@ PARTS = ("", "bias", "drop", "bias+drop", "gain+addend", "addend", "value")
 MODEL_ARCHITECTURE = "sm_80"
 
 
-# Every mask is compiled here; elsewhere one call of a ViT, whose tiles are the same table's.
+# Every mask is compiled here; elsewhere one call of a ViT, which does not show what spills with a mask or a wide head.
 THOROUGH = {
     torch.bfloat16: ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942"),
     torch.float32: ("sm_80", "sm_90"),
